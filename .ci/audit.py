@@ -1,7 +1,7 @@
-"""Tells which versions in constraints.txt have known vulnerabilities; run by `make audit` and in CI.
+"""Report versions in constraints.txt with known vulnerabilities. `make audit` and CI run it.
 
-Exit code 0: none is known, or the service of advisories could not be asked (one line says so); 1: some are. Names and
-versions of public packages are all that it sends, in one request. It takes a minute at most, whatever the network does.
+Exit code 0: none is known, or the advisory service could not be reached (one line says so); 1: some are. It sends names
+and versions of public packages, in one request. It takes a minute at most, whatever the network does.
 """
 
 import argparse
@@ -15,28 +15,28 @@ from urllib.request import Request, urlopen
 
 ROOT = Path(__file__).resolve().parent.parent
 SERVICE = "https://api.osv.dev"
-"""Open source vulnerabilities: one request for all packages, and no account."""
+"""Open source vulnerabilities: one request for all packages, no account."""
 PIN = re.compile(r"^([A-Za-z0-9._-]+)==([^\s;#]+)")
 TIMEOUT_S = 15.0
-"""For a sign of life of the service."""
+"""Seconds to wait for a sign of life of the service."""
 BUDGET_S = 50.0
-"""For everything: looking up its name can't be interrupted, and it may send a byte a second."""
+"""Seconds for everything. Name resolution can't be interrupted, and a server may send a byte a second."""
 MAX_ANSWER_BYTES = 16 << 20
 
 
 class Audit:
-    """Asks the service, and keeps what is known so far for whoever waits no longer."""
+    """Asks the service, and keeps the results so far for callers that stop waiting."""
 
     def __init__(self, service: str, packages: list[tuple[str, str]]) -> None:
         self._service = service.rstrip("/")
         self._packages = packages
         self.failure: str | None = f"no answer in {BUDGET_S:g} s"
-        """Why nothing is known; None once something is."""
+        """The reason why nothing is known; None once something is."""
         self.advisories: dict[str, str] = {}
-        """What the package is and which advisory, and what that says."""
+        """(package and advisory) → its summary."""
 
     def run(self) -> None:
-        """Ask which packages have advisories, then what these say."""
+        """Ask for the advisories of all packages, then for their texts."""
         try:
             for (name, version), ids in self._found().items():
                 self.advisories |= {f"{name} {version} has {one}": "" for one in ids}
@@ -49,7 +49,7 @@ class Audit:
 
     def _found(self) -> dict[tuple[str, str], list[str]]:
         queries = [
-            {"package": {"name": name, "ecosystem": "PyPI"}, "version": version}  # its word for Python packages
+            {"package": {"name": name, "ecosystem": "PyPI"}, "version": version}  # its name for Python packages
             for name, version in self._packages
         ]
         results = self._ask("/v1/querybatch", {"queries": queries})["results"]
@@ -76,7 +76,7 @@ class Audit:
 
 
 def pins(text: str) -> list[tuple[str, str]]:
-    """Names and versions of constraints.txt."""
+    """Names and versions in constraints.txt."""
     return [(match[1], match[2]) for line in text.splitlines() if (match := PIN.match(line))]
 
 
@@ -101,11 +101,11 @@ def main() -> int:
 
 
 def say(text: str) -> None:
-    """One line, whatever the service has written."""
+    """Print one line, whatever the service has written."""
     text = " ".join(text.split())
     print("audit: " + "".join(character if character.isprintable() else "?" for character in text), flush=True)
 
 
 if __name__ == "__main__":
     code = main()
-    os._exit(code)  # the thread may hang in a look-up of a name, which Python would wait for
+    os._exit(code)  # the thread may hang in name resolution, and Python would wait for it

@@ -1,4 +1,4 @@
-"""Draws the charts of docs/benchmarks.md from the tables of that page: docs/assets/benchmark-*.svg.
+"""Draw the charts of docs/benchmarks.md from that page's tables: docs/assets/benchmark-*.svg.
 
     python .ci/benchmark_charts.py
 
@@ -19,15 +19,15 @@ TOP, ROW, BAR = 46, 24, 14
 
 @dataclass(frozen=True)
 class Chart:
-    """Bars of one column of a table under a heading of the page."""
+    """Bars for one column of a table below a heading of the page."""
 
     name: str
     title: str
     section: str
     rows: tuple[tuple[str, str], ...]
-    """How each row begins, cells with `|` between them, and its label."""
+    """The first cells of each row, with `|` between them, and its label."""
     column: int
-    """Of the values; the first cell of a row is 0."""
+    """Column of the values; the first cell of a row is 0."""
     unit: str = ""
     mark: float | None = None
     """A value to compare with, drawn as a line."""
@@ -100,11 +100,11 @@ CHARTS = (
     ),
 )
 OTHER_COLUMNS = {("guesses", "story 1, greedy"): 3}
-"""Rows of another table, whose values stand elsewhere."""
+"""Rows of another table, with the column of their values."""
 
 
 def tables(page: str, section: str) -> Iterator[list[str]]:
-    """The rows of all tables under a heading, as cells without emphasis."""
+    """The rows of all tables below a heading, as cells without emphasis."""
     begin = page.index(f"{section}\n")
     end = re.search(r"^##", page[begin + 3 :], re.MULTILINE)
     text = page[begin : begin + 3 + end.start()] if end else page[begin:]
@@ -146,7 +146,7 @@ def drawn(chart: Chart, page: str) -> str:
         top = TOP + ROW * place
         end = LABEL_WIDTH + value * scale
         if chart.mark is not None and value <= chart.mark:
-            end = LABEL_WIDTH + chart.mark * scale  # beside the line, not on it
+            end = LABEL_WIDTH + chart.mark * scale  # next to the line, not on it
         parts += [
             f'<text x="{LABEL_WIDTH - 10}" y="{top + 12}" text-anchor="end" fill="#635d52">{escape(label)}</text>',
             f'<rect x="{LABEL_WIDTH}" y="{top}" width="{value * scale:.1f}" height="{BAR}" rx="3" fill="#0d6a5b"/>',
@@ -159,7 +159,7 @@ def drawn(chart: Chart, page: str) -> str:
 
 
 def path_of(chart: Chart) -> Path:
-    """Where it is kept."""
+    """The path of a chart's file."""
     return ROOT / "docs" / "assets" / f"benchmark-{chart.name}.svg"
 
 

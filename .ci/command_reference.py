@@ -25,7 +25,7 @@ where `tuning.toml` holds lines like `top_p = 0.9` or `ban_s = 15`. Settings tha
 tuning. They have no flag: set them in the file, or in Python, where the same names are fields of `ClientConfig`.
 """
 Table = dict[tuple[type, str], tuple[str, str, list[str]]]
-"""(class, field) → how the setting is written, what it does, the commands that have it."""
+"""(class, field) → notation of the setting, its help, the commands that have it."""
 
 
 def _command(name: str, does: str, parser: Parser, table: Table) -> str:

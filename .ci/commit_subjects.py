@@ -1,7 +1,7 @@
 """Check the subjects of new commits: at most 72 characters, no full stop, no "wip". `make check` runs it.
 
-Older commits than `SINCE` and merges are not checked. In a shallow clone that lacks `SINCE`, the commits that are there
-are checked. Outside of a git repository there is nothing to check. Needs only the standard library.
+Merges and commits before `SINCE` are not checked. In a shallow clone without `SINCE`, all its commits are checked.
+Outside of a git repository there is nothing to check. Needs only the standard library.
 """
 
 import re
@@ -17,7 +17,7 @@ UNFINISHED = re.compile(r"wip\b|fixup!|squash!|amend!", re.IGNORECASE)
 
 
 def problems_of(subject: str) -> list[str]:
-    """What is wrong with the first line of a commit message."""
+    """The faults of a commit's first line."""
     found = []
     if len(subject) > MAX_CHARACTERS:
         found.append(f"has {len(subject)} characters, more than {MAX_CHARACTERS}: move the reason into the body")
@@ -29,7 +29,7 @@ def problems_of(subject: str) -> list[str]:
 
 
 def git(root: Path, *arguments: str) -> str | None:
-    """What git answers; None if it can't."""
+    """Run git and return its output; None if it fails."""
     command = ["git", "-c", "safe.directory=*", "-C", str(root), *arguments]  # others may own the checkout
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -39,7 +39,7 @@ def git(root: Path, *arguments: str) -> str | None:
 
 
 def check(root: Path, since: str = SINCE) -> list[str]:
-    """A line for each problem, and a note on standard output if not all new commits could be checked."""
+    """Return a line for each fault. Prints a note if not all new commits could be checked."""
     if git(root, "rev-parse", "HEAD") is None:
         print("commit subjects: no git repository here, nothing to check")
         return []

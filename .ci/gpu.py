@@ -1,13 +1,13 @@
-"""Tests and benchmarks on a GPU in ten minutes at most, without a network: `make gpu`, or `python3 .ci/gpu.py`.
+"""Run tests and benchmarks on a GPU in at most ten minutes, without a network: `make gpu`, or `python3 .ci/gpu.py`.
 
-Needs torch with CUDA. What else is missing comes from build/gpu-bundle (`make gpu-bundle`), unpacked into a temporary
-folder. Each part has a time limit, and one that fails doesn't stop the others. Written to `--out`:
+Needs torch with CUDA. Everything else comes from build/gpu-bundle (`make gpu-bundle`), unpacked into a temporary
+folder. Each job has a time limit, and a failed job doesn't stop the others. Written to `--out`:
 
-    summary.txt     what is printed last: how each part ended, and its tables
+    summary.txt     the last printed text: how each job ended, and its tables
     results.json    the same, with all figures
-    PART.log        what that part printed
+    JOB.log         the output of that job
 
-`--device cpu` runs everything on a tiny model, which proves the scripts and measures nothing.
+`--device cpu` runs everything on a tiny model, which tests the scripts and measures nothing.
 """
 
 import argparse
@@ -70,7 +70,7 @@ NEEDED = [
     "starlette",
     "uvicorn",
 ]
-"""Modules, some of the bundle, the others of the machine."""
+"""Required modules. Some are in the bundle, the others on the machine."""
 DEVICE = (
     "import torch; print(torch.__version__, torch.cuda.get_device_name() if torch.cuda.is_available() else '', sep='|')"
 )
@@ -82,20 +82,21 @@ class Part:
     command: tuple[str, ...]
     limit_s: float
     tiny: tuple[str, ...] = ()
-    """Options with which it runs on a CPU in seconds."""
+    """Options with which it runs on a CPU in seconds; tests are only collected."""
 
 
+TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--lane", "gpu", "tests/gpu")
 PARTS = (
-    Part("tests", ("-m", "pytest", "-q", "-n", "6", "-p", "no:cacheprovider", "--lane", "gpu", "tests/gpu"), 150),
+    Part("tests", (*TESTS, "-n", "6"), 150, ("--collect-only",)),
     Part("gpu", ("benchmarks/gpu.py",), 120, ("--device", "cpu")),
     Part("gpu_serving", ("benchmarks/gpu_serving.py",), 270, ("--device", "cpu")),
 )
-"""The limits together are below ten minutes. A benchmark has the name of its results."""
+"""All limits together are below ten minutes. A benchmark has the name of its results."""
 
 
 @contextlib.contextmanager
 def environment() -> Iterator[dict[str, str]]:
-    """For the parts: this checkout's package, what the bundle holds, and no network."""
+    """Environment of the jobs: this checkout's package, the bundle, and no network."""
     with tempfile.TemporaryDirectory(prefix="swarmllm-gpu-") as directory:
         bundle = BUNDLE / f"site-{sys.version_info.major}.{sys.version_info.minor}.tar.xz"
         if bundle.exists():
@@ -125,7 +126,7 @@ def output(arguments: list[str], variables: dict[str, str]) -> str:
 
 
 def run(part: Part, tiny: bool, variables: dict[str, str], out: Path) -> dict[str, Any]:
-    """How it ended, after how many seconds, and what it measured."""
+    """Run a job; return how it ended, its seconds, and its results."""
     log, measured = out / f"{part.name}.log", RESULTS / f"{part.name}.json"
     measured.unlink(missing_ok=True)
     command = [sys.executable, *part.command, *(part.tiny if tiny else ())]
@@ -148,7 +149,7 @@ def run(part: Part, tiny: bool, variables: dict[str, str], out: Path) -> dict[st
         "ended": ended,
         "seconds": round(time.monotonic() - started, 1),
         "last line": next((line for line in reversed(lines) if line.strip()), ""),
-        "tables": printed or _table_of(results),  # one that was stopped has printed none
+        "tables": printed or _table_of(results),  # a job that was stopped has printed none
         "results": results,
     }
 
@@ -191,13 +192,13 @@ def main() -> int:
             print("make gpu: no CUDA here; make gpu GPU_DEVICE=cpu tries the scripts on a tiny model", file=sys.stderr)
             return 1
         device = f"{card or 'no GPU'}, torch {torch}"
-        if arguments.device == "cpu":  # on a busy machine, threads that wait for each other take for ever
+        if arguments.device == "cpu":  # threads that wait for each other are very slow on a busy machine
             variables["OMP_NUM_THREADS"] = "1"
         for part in PARTS:
             if part.name in arguments.parts:
                 print(f"make gpu: {part.name}, {part.limit_s:.0f} s at most", flush=True)
                 parts[part.name] = run(part, arguments.device == "cpu", variables, out)
-                # After each part: a machine that is taken away leaves what was found.
+                # Write after each job, so that results survive the loss of the machine.
                 (out / "summary.txt").write_text(summary(device, parts) + "\n")
                 (out / "results.json").write_text(json.dumps({"device": device, "parts": parts}, indent=1))
     print(summary(device, parts))

@@ -1,10 +1,11 @@
-"""Packs what `make gpu` needs besides this checkout, for a machine with a GPU and without a network: `make gpu-bundle`.
+"""Pack the packages that `make gpu` needs besides this checkout, for a GPU machine without a network: `make
+gpu-bundle`.
 
     build/gpu-bundle/site-3.12.tar.xz    packages for Linux on x86-64 and that version of Python
     build/gpu-bundle/_kernels.so         the kernels for CPUs, compiled here
 
-Not packed is what is large, and of what any version does: torch, numpy, scipy, tokenizers … (`NEEDED` in gpu.py lists
-all). The versions are those of constraints.txt. Run by the Python of .venv, with its pip.
+Large packages of which any version works are left out: torch, numpy, scipy, tokenizers … (`NEEDED` in gpu.py lists
+all). The versions are those of constraints.txt. Run it with the Python of .venv, for its pip.
 """
 
 import argparse
@@ -58,9 +59,9 @@ PACKED = [
     "pytest-rerunfailures",
 ]
 AS_SOURCE = ("prefetch_generator", "varint", "python-baseconv")
-"""Published without wheels; pure Python, so that any version of it makes them."""
+"""Packages without wheels. They are pure Python, so any version of Python can build them."""
 LIBRARIES = ("libbitsandbytes_cpu.so", "libbitsandbytes_cuda130.so")
-"""Of bitsandbytes' twenty libraries: its torch has CUDA 13.0."""
+"""One of bitsandbytes' twenty libraries, for torch with CUDA 13.0."""
 
 
 def pins() -> dict[str, str]:
@@ -74,10 +75,10 @@ def pip(*arguments: str) -> None:
 
 
 def install(site: Path, wheels: Path, python: str) -> None:
-    """The packages of `PACKED` for that version of Python in the folder `site`."""
+    """Install the packages of `PACKED` for that version of Python into the folder `site`."""
     pinned = pins()
     pip("wheel", "--no-deps", "--wheel-dir", str(wheels), *(pinned[name] for name in AS_SOURCE))
-    # glibc 2.5 to 2.39, as pip takes these names only as they are written in a wheel's own.
+    # glibc 2.5 to 2.39: pip accepts these names only as a wheel's own name spells them.
     platforms = [f"manylinux_2_{minor}_x86_64" for minor in range(39, 4, -1)]
     platforms += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64"]
     wanted = [option for platform in platforms for option in ("--platform", platform)]

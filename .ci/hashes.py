@@ -1,13 +1,14 @@
-"""Writes `hashes/`: what pip may install, by SHA-256, of each part of setup.cfg. Run by `make hashes`, with uv.
+"""Write `hashes/`: the SHA-256 of every file that pip may install, per section of setup.cfg. Run by `make hashes`, with
+uv.
 
-    hashes/build.txt    what builds the package
-    hashes/base.txt     what it needs
-    hashes/dev.txt …    what each extra needs besides
+    hashes/build.txt    packages that build this one
+    hashes/base.txt     packages that it needs
+    hashes/dev.txt …    additional packages of each extra
 
-The versions are those of constraints.txt. The index says the hashes, of the files for all platforms; of a package for
-which it has several files, each may be installed. Left to pip without hashes is torch, since each of its builds (CPU,
-CUDA, ROCm) comes from another place, and what constraints.txt doesn't name: the NVIDIA libraries of a CUDA build, and
-what other versions of Python need besides.
+The versions are those of constraints.txt. The hashes come from the index, for the files of all platforms, so any file
+of a package may be installed. Without hashes, pip installs torch, because each of its builds (CPU, CUDA, ROCm) comes
+from another place, and packages that constraints.txt doesn't name: the NVIDIA libraries of a CUDA build, and additional
+packages of other Python versions.
 """
 
 import platform
@@ -21,20 +22,20 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 HASHES = ROOT / "hashes"
 UNHASHED = {"torch", "uv"}
-"""By many builds; and only for this script."""
+"""Many builds have torch; uv is only for this script."""
 HEADER = "# Written by `make hashes`: {}. To be installed with --require-hashes --no-deps.\n"
 ENTRY = re.compile(r"^(?P<name>[A-Za-z0-9._-]+)==[^\s\\]+(?: \\\n    --hash=sha256:[0-9a-f]{64})+$", re.MULTILINE)
 
 
 def compiled(requirements: str, *options: str) -> str:
-    """What uv makes of these requirements."""
+    """Compile these requirements with uv."""
     command = [sys.executable, "-m", "uv", "pip", "compile", "-", "--quiet", "--no-header", "--no-annotate"]
     command += ["--python-version", platform.python_version(), "--python-platform", "linux", *options]
     return subprocess.run(command, input=requirements, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT).stdout
 
 
 def needed(requirements: str) -> set[str]:
-    """Names of all packages that these requirements draw in."""
+    """Names of all packages that these requirements need."""
     lines = compiled(requirements, "--constraints", "constraints.txt").splitlines()
     return {line.split("==")[0] for line in lines if "==" in line}
 

@@ -1,7 +1,7 @@
-"""How much memory models need, computed by what `swarmllm doctor` computes it with, from their published configs.
+"""Compute the memory of models from their published configs, with the code of `swarmllm doctor`.
 
-`python .ci/model_memory.py` writes the tables of docs/real-model.md anew; a test compares them. The configs, cut
-down to what matters here, are in tests/numerics/data/published_configs.
+`python .ci/model_memory.py` writes the tables of docs/real-model.md. A test compares them. The configs, reduced to the
+fields that matter here, are in tests/numerics/data/published_configs.
 """
 
 import re
@@ -26,24 +26,24 @@ GUIDE, MACHINES_GB = "Qwen3-32B", (12, 16, 24)
 
 @dataclass(frozen=True)
 class Needs:
-    """Of one model, in bytes."""
+    """The memory that one model needs, in bytes."""
 
     name: str
     by_quant_type: dict[str, list[int]]
-    """Of each block."""
+    """Bytes of each block."""
     cache: int
-    """Of one block, for the tokens that a server counts with."""
+    """Bytes of one block's cache, for the tokens that a server counts with."""
     ends: int
-    """Embeddings and head, which clients hold, in bfloat16."""
+    """Bytes of embeddings and head, which clients hold, in bfloat16."""
 
     def fit(self, quant_type: str, gigabytes: float) -> int:
-        """Blocks that a server takes by itself on a device with so much free memory."""
+        """Blocks that a server takes by default on a device with so much free memory."""
         usable = int(gigabytes * 1e9 * FREE_SHARE)
         return num_blocks_that_fit(self.by_quant_type[quant_type], self.cache, usable)
 
 
 def needs(path: Path) -> Needs:
-    """What the model with this config needs."""
+    """The memory that the model with this config needs."""
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "config.json").write_text(path.read_text())
         checkpoint = open_checkpoint(directory)
@@ -77,7 +77,7 @@ def table_of_models(models: list[Needs]) -> list[str]:
 
 
 def table_of_machines(model: Needs) -> list[str]:
-    """How many blocks of the guide's model fit where."""
+    """A table of machines and the blocks of the guide's model that fit there."""
     lines = ["| free memory | " + " | ".join(QUANT_TYPES) + " |", "|---|---|---|---|"]
     fits = {name: [model.fit(name, gigabytes) for gigabytes in MACHINES_GB] for name in QUANT_TYPES}
     for place, gigabytes in enumerate(MACHINES_GB):
@@ -88,7 +88,7 @@ def table_of_machines(model: Needs) -> list[str]:
 
 
 def filled(text: str) -> str:
-    """The document with the tables as they are now."""
+    """The document with current tables."""
     models = [needs(path) for path in sorted(CONFIGS.glob("*.json"))]
     guide = next(one for one in models if one.name == GUIDE)
     for name, lines in (("machines", table_of_machines(guide)), ("models", table_of_models(models))):

@@ -1,7 +1,7 @@
-"""Prints what `make test-oldest` installs: every range of setup.cfg at its lower bound, and the pinned test tools.
+"""Print the requirements of `make test-oldest`: every range of setup.cfg at its lower bound, and the pinned test tools.
 
-The bounds are read from setup.cfg itself, so that what is tested can't drift from what is promised. Only the standard
-library: this runs before anything is installed.
+The bounds are read from setup.cfg, so that the tests can't differ from the promise. Needs only the standard library,
+because it runs before anything is installed.
 """
 
 import re
@@ -15,10 +15,10 @@ LOWER_BOUND = re.compile(r">=\s*([^,;\s]+)")
 
 
 def lower_bounds(requirements: str) -> list[str]:
-    """`"a>=1,<2"` → `["a==1"]`; one per line.
+    """Turn `"a>=1,<2"` into `["a==1"]`; one requirement per line.
 
     Raises:
-        ValueError: a range has no lower bound, so that nobody could test it.
+        ValueError: a range has no lower bound, so nobody could test it.
     """
     pinned = []
     for line in filter(None, map(str.strip, requirements.splitlines())):

@@ -1,9 +1,9 @@
-"""Records docs/failover.gif: a server is killed in the middle of an answer, as the gateway's two pages show it.
+"""Record docs/failover.gif: a server is killed in the middle of an answer, as the gateway's two pages show it.
 
     .venv/bin/python .ci/record_failover.py [FILE]
 
-Three real server processes and a gateway on this machine, 20 ms apart by proxies (`benchmarks/delay_proxy.py`), and a
-browser with the chat page and the page of the swarm. The picture runs as fast as it happened. Needs Chromium and fonts.
+It runs three real server processes and a gateway on this machine, 20 ms apart by proxies (`benchmarks/delay_proxy.py`),
+and a browser with the chat page and the swarm's page. The recording has real speed. Needs Chromium and fonts.
 """
 
 import os
@@ -30,16 +30,16 @@ from delay_proxy import SlowNetwork  # noqa: E402
 DELAY_MS = 20.0
 SIZES = {"chat": (470, 480), "swarm": (490, 480)}
 SCALE = {"chat": 0.84, "swarm": 0.62}
-"""Pixels of the picture for each of a page."""
+"""Pixels of the recording for each pixel of a page."""
 TERMINAL_HEIGHT = 40
 QUESTION = "Tell me a story about a fox."
 KILL_AFTER_S = 4.0
-"""After the first word of the answer."""
+"""Seconds after the first word of the answer."""
 MOST_S = 24.0
 REST_S = 3.0
-"""The last frame."""
+"""Seconds of the last frame."""
 SHORTEST_S = 0.2
-"""A frame."""
+"""Seconds of a frame."""
 NUM_COLOURS = 64
 FONTS = ("DejaVuSansMono.ttf", "LiberationMono-Regular.ttf", "Menlo.ttc")
 
@@ -71,13 +71,13 @@ class Recording:
         self.frames.append((at, frame))
 
     def until(self, happened: Callable[[], bool], limit_s: float) -> None:
-        """Shoot until that has happened."""
+        """Take frames until that has happened."""
         end = time.monotonic() + limit_s
         while not happened() and time.monotonic() < end:
             self.shoot()
 
     def save(self, path: Path) -> None:
-        """As an animation of a few colours, with at most five frames a second."""
+        """Save an animation with few colours and at most five frames a second."""
         frames, durations = [], []
         ends = [at for at, _ in self.frames[1:]]
         for (at, frame), end in zip(self.frames, [*ends, self.frames[-1][0] + REST_S], strict=True):
@@ -107,7 +107,7 @@ def font() -> ImageFont.FreeTypeFont:
 
 @contextmanager
 def gateway(swarm: LocalSwarm) -> Iterator[str]:
-    """The address of a gateway's process."""
+    """Start a gateway process; yield its address."""
     command = [
         sys.executable,
         "-m",
@@ -173,7 +173,7 @@ def record(swarm: LocalSwarm, browser: Browser, url: str) -> Recording:
 
 
 def main(path: Path) -> None:
-    """Write the recording to `path`, and say how large it is."""
+    """Write the recording to `path` and print its size."""
     model = embedded_model_path()
     with (
         SlowNetwork(delay_ms=DELAY_MS) as network,

@@ -1,7 +1,7 @@
-"""The table of docs/training.md that says of each method, field and name whether it works as locally.
+"""Write the table of docs/training.md: whether each method, field and name works as it does locally.
 
-`python .ci/training_contract.py` writes it anew, from the entries that
-`tests/numerics/test_training_contract.py` runs; a test compares it.
+`python .ci/training_contract.py` writes it from the entries that `tests/numerics/test_training_contract.py` runs. A
+test compares it.
 """
 
 import sys
@@ -14,7 +14,7 @@ BEGIN, END = "<!-- from here on by .ci/training_contract.py -->\n", "<!-- up to 
 
 
 def table() -> str:
-    """What is between the marks."""
+    """The text between the marks."""
     sys.path[:0] = [str(ROOT), str(ROOT / "src"), str(ROOT / "tests" / "numerics")]
     from tests.numerics.training_contract import Apart, Equal, Refused
     from tests.numerics.training_contract.walk import CONTRACTS
@@ -28,7 +28,7 @@ def table() -> str:
             elif isinstance(entry, Refused):
                 rows.append(f"| `{name}` | refused: {entry.because} |")
         lines = [f"| {part} | |", "|---|---|", *rows]
-        for cls, begin in ((Equal, "Equal without more to say"), (Apart, "Without effect on the model's numbers")):
+        for cls, begin in ((Equal, "Equal, without remarks"), (Apart, "No effect on the model's numbers")):
             names = [f"`{name}`" for name, one in contract.items() if isinstance(one, cls) and not _has_row(part, one)]
             if names:
                 lines += ["", fill(f"{begin}: {', '.join(names)}.", 120, break_on_hyphens=False)]
@@ -41,7 +41,7 @@ def _has_row(part: str, entry: object) -> bool:
 
 
 def document() -> str:
-    """The whole page, with the table as it should be."""
+    """The whole page with a current table."""
     text = DOCUMENT.read_text()
     before, _, rest = text.partition(BEGIN)
     return before + BEGIN + table() + END + rest.partition(END)[2]

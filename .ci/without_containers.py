@@ -1,12 +1,12 @@
-"""Starts what files for containers and services start, without containers: the same commands, on 127.0.0.1.
+"""Start the services of container and service files without containers: the same commands, on 127.0.0.1.
 
     python .ci/without_containers.py                            # examples/monitoring/compose.yaml
     python .ci/without_containers.py docs/deployment.md         # its systemd units, and its manifest for Kubernetes
 
-Each command is taken from the file itself, with the entry point of the Dockerfile where the file gives none. What a
-container would change is done by replacing words: its volume is a temporary directory, its ports are free ones, its
-addresses are loopback. Then it waits for the health checks, has the gateway write a token, and stops everything.
-Images of other projects are left out. Used by hand, and by tests/swarm/test_deployments.py.
+Each command comes from the file, or from the Dockerfile's entry point. Words that depend on a container are replaced:
+the volume by a temporary directory, ports by free ones, addresses by loopback. Then the script waits for the health
+checks, asks the gateway for a token, and stops everything. Images of other projects are left out. Used by hand, and by
+tests/swarm/test_deployments.py.
 """
 
 import json
@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 COMPOSE = ROOT / "examples" / "monitoring" / "compose.yaml"
 IMAGE = "swarmllm"
 WAIT_S = 300.0
-"""For a service to be up, on a machine that is busy."""
+"""Seconds for a service to start on a busy machine."""
 STOP_S = 60.0
 VARIABLE = re.compile(r"\$\$|\$\{(\w+)(?::-([^}]*))?\}")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -43,24 +43,24 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 @dataclass
 class Service:
-    """One command, whom it waits for, and how its health is seen."""
+    """One command, the services that it waits for, and its health check."""
 
     name: str
     argv: list[str]
     after: list[str] = field(default_factory=list)
     health: list[str] | None = None
     volume: str = "shared"
-    """Services of the same one share a directory."""
+    """Services with the same volume share a directory."""
 
     @property
     def kind(self) -> str:
-        """`server`, `gateway` or `dht`: what of swarmllm it runs."""
+        """`server`, `gateway` or `dht`: the command of swarmllm."""
         words = " ".join(self.argv).split()
         return words[words.index("swarmllm") + 1]
 
 
 def interpolated(value: Any, environment: Mapping[str, str]) -> Any:
-    """What compose makes of `${NAME:-default}` and `$$`."""
+    """Replace `${NAME:-default}` and `$$` as compose does."""
     if isinstance(value, str):
         return VARIABLE.sub(lambda one: environment.get(one[1]) or one[2] or "" if one[1] else "$", value)
     if isinstance(value, list):
@@ -69,13 +69,13 @@ def interpolated(value: Any, environment: Mapping[str, str]) -> Any:
 
 
 def entry_point() -> list[str]:
-    """Of the image."""
+    """The image's entry point."""
     (line,) = re.findall(r"^ENTRYPOINT (\[.*\])$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     return list(json.loads(line))
 
 
 def of_compose(path: Path, environment: Mapping[str, str]) -> list[Service]:
-    """The services of our image, in an order in which each comes after those that it waits for."""
+    """The services of our image, each after those that it waits for."""
     described = interpolated(yaml.safe_load(path.read_text())["services"], environment)
     ours = {name: one for name, one in described.items() if one["image"] == IMAGE}
     found: list[Service] = []
@@ -91,7 +91,7 @@ def of_compose(path: Path, environment: Mapping[str, str]) -> list[Service]:
 
 
 def of_document(path: Path, initial_peer: str) -> Iterator[Service]:
-    """The commands of its systemd units, and of its manifests for Kubernetes; the model and the peer are put in."""
+    """The commands of its systemd units and of its manifests for Kubernetes, with model and peer filled in."""
     words = {"M": os.fspath(embedded_model_path()), "ADDRESS": initial_peer}
     for kind, text in BLOCK.findall(path.read_text()):
         if kind == "yaml":
@@ -107,20 +107,20 @@ def of_document(path: Path, initial_peer: str) -> Iterator[Service]:
 
 
 def free_port() -> int:
-    """One that nobody listens on."""
+    """A port that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 class Machine:
-    """Where the services run: a directory in place of their volume, and ports in place of theirs."""
+    """The place of the services: a directory instead of their volume, free ports instead of theirs."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.processes: dict[str, subprocess.Popen[str]] = {}
         self.urls: dict[str, str] = {}
-        """Of gateways, by name."""
+        """Ports of gateways, by name."""
         tools = directory / "bin"
         tools.mkdir()
         command = tools / "swarmllm"
@@ -129,17 +129,17 @@ class Machine:
         self._environment = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "SWARMLLM_CACHE": str(directory)}
 
     def log(self, name: str) -> Path:
-        """What a service has said."""
+        """The output of a service."""
         return self.directory / f"{name}.log"
 
     def volume(self, service: Service) -> Path:
-        """What stands for its volume."""
+        """The directory that replaces its volume."""
         path = self.directory / service.volume
         path.mkdir(exist_ok=True)
         return path
 
     def localized(self, service: Service) -> list[str]:
-        """The command with what a container of its own would have."""
+        """The command with the values that its own container would have."""
         ports: dict[str, str] = {}
 
         def local(word: str) -> str:
@@ -162,7 +162,7 @@ class Machine:
         return argv
 
     def start(self, service: Service) -> None:
-        """Start it, and return when it is up: by its health check, by /health, or by its line that says so."""
+        """Start a service. Returns when its health check, /health or its output says that it is up."""
         with self.log(service.name).open("w") as log:
             self.processes[service.name] = subprocess.Popen(
                 self.localized(service), env=self._environment, stdout=log, stderr=subprocess.STDOUT, text=True
@@ -178,7 +178,7 @@ class Machine:
             try:
                 with urllib.request.urlopen(f"{self.urls[service.name]}/health") as answer:
                     return bool(answer.status == 200)
-            except urllib.error.URLError:  # not yet there, or 503
+            except urllib.error.URLError:  # not there yet, or 503
                 return False
         if service.health is not None:
             check = [word.replace("/cache", str(self.volume(service))) for word in service.health]
@@ -186,11 +186,11 @@ class Machine:
         return "join with --initial_peers" in self.log(service.name).read_text()
 
     def address(self, name: str) -> str:
-        """Where that service can be joined."""
+        """The address for joining through that service."""
         return self.log(name).read_text().partition("--initial_peers ")[2].split()[0]
 
     def ask(self, name: str) -> str:
-        """A token of a gateway's."""
+        """Ask a gateway for a token."""
         body = json.dumps({"prompt": "Once upon a time", "max_tokens": 1, "temperature": 0}).encode()
         request = urllib.request.Request(
             f"{self.urls[name]}/v1/completions", body, {"Content-Type": "application/json"}
@@ -199,7 +199,7 @@ class Machine:
             return str(json.load(answer)["choices"][0]["text"])
 
     def stop(self) -> dict[str, int]:
-        """Stop all of them, the last one first; their exit codes."""
+        """Stop all of them, the last one first; return their exit codes."""
         codes = {}
         for name, process in reversed(self.processes.items()):
             process.send_signal(signal.SIGTERM)
@@ -214,7 +214,7 @@ class Machine:
 
 @contextmanager
 def machine() -> Iterator[Machine]:
-    """A directory that goes at the end, with all processes."""
+    """A temporary directory and its processes, both gone at the end."""
     with tempfile.TemporaryDirectory(prefix="swarmllm-") as directory:
         here = Machine(Path(directory))
         try:
@@ -224,10 +224,10 @@ def machine() -> Iterator[Machine]:
 
 
 def run(path: Path) -> Iterator[str]:
-    """Start what the file describes; yields a line for each thing that went well.
+    """Start the services of a file; yield a line for each success.
 
     Raises:
-        RuntimeError: one doesn't come up, writes nothing, or doesn't end in order.
+        RuntimeError: a service doesn't start, writes nothing, or doesn't end in order.
     """
     with machine() as here:
         if path.suffix == ".md":

@@ -41,7 +41,7 @@ BUSY = "while True: pass"
 
 
 def prepare() -> None:
-    """What each worker does first."""
+    """Initialize a worker."""
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("swarmllm").setLevel(os.environ.get("SWARMLLM_LOG_LEVEL", "ERROR"))
@@ -50,7 +50,7 @@ def prepare() -> None:
 
 
 def run(number: int, texts: Sequence[Text], verbose: bool) -> list[Outcome]:
-    """In a worker: the texts of one layout."""
+    """Runs in a worker: the texts of one layout."""
     outcomes = []
     for outcome in run_layout(number, texts):
         outcomes.append(outcome)
@@ -60,7 +60,7 @@ def run(number: int, texts: Sequence[Text], verbose: bool) -> list[Outcome]:
 
 
 def run_all(texts: Sequence[Text], num_workers: int, verbose: bool) -> Iterator[list[Outcome]]:
-    """The outcomes of one layout after the other, as they are done."""
+    """The outcomes of each layout, as they are done."""
     layouts = [(number, list(group)) for number, group in groupby(texts, lambda one: layout_of(one.number))]
     # Processes: threads would share the state of torch's random generator.
     with ProcessPoolExecutor(num_workers, mp_context=get_context("spawn"), initializer=prepare) as workers:
@@ -70,7 +70,7 @@ def run_all(texts: Sequence[Text], num_workers: int, verbose: bool) -> Iterator[
 
 @contextmanager
 def load(num_processes: int) -> Iterator[None]:
-    """Busy loops of the lowest priority beside the run."""
+    """Busy loops at the lowest priority during the run."""
     loops = [subprocess.Popen(["nice", "-n", "19", sys.executable, "-c", BUSY]) for _ in range(num_processes)]
     try:
         yield
@@ -81,12 +81,12 @@ def load(num_processes: int) -> Iterator[None]:
 
 
 def share(ascending: Sequence[float], part: float) -> float | str:
-    """The value below which this part of them lies."""
+    """The value below which this share of them lies."""
     return ascending[min(len(ascending) - 1, int(part * len(ascending)))] if ascending else "–"
 
 
 def recoveries(outcomes: Sequence[Outcome]) -> dict[int, float]:
-    """Seconds for each text, by its number, that felt its disturbance and came out right."""
+    """Seconds of each text, by its number, that felt its disturbance and ended right."""
     right = [outcome for outcome in outcomes if outcome.verdict is Verdict.RIGHT]
     first_s: dict[Kind, list[float]] = defaultdict(list)
     for outcome in right:
@@ -101,7 +101,7 @@ def recoveries(outcomes: Sequence[Outcome]) -> dict[int, float]:
 
 
 def rows(outcomes: Sequence[Outcome], by: type[Kind] | type[Disturbance]) -> list[list[object]]:
-    """For each kind or disturbance: counts of texts, and how long they waited."""
+    """For each kind or disturbance: counts of texts, and their waiting times."""
     waits = recoveries(outcomes)
     result: list[list[object]] = []
     for key in by:
@@ -143,7 +143,7 @@ def main() -> int:
         for some in run_all(texts, args.workers, args.verbose or len(texts) < 5):
             outcomes += some
             result = summary(outcomes) | {"load": args.load, "took_s": time.monotonic() - began_at}
-            path = save_results("chaos", result)  # each time: a long run that is interrupted leaves what it has found
+            path = save_results("chaos", result)  # after each layout, so that an interrupted run keeps its results
             print(f"{result['texts']:5} texts, {len(result['failed'])} failed, {result['took_s']:.0f} s", flush=True)
     for by in (Disturbance, Kind):
         print(f"\n{table([by.__name__.lower(), *HEADER], rows(outcomes, by))}")
@@ -152,7 +152,7 @@ def main() -> int:
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """What is stored of a run."""
+    """The stored results of a run."""
     figures = {
         by.__name__: [dict(zip(["name", *HEADER], row, strict=True)) for row in rows(outcomes, by)]
         for by in (Disturbance, Kind)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: models with random weights, a stopwatch for generation, tables, results as JSON."""
+"""Common parts of the benchmarks: models with random weights, a stopwatch for generation, tables, results as JSON."""
 
 import json
 import platform
@@ -41,7 +41,7 @@ SHAPES = {
         "dtype": torch.bfloat16,
     },
     "2048x4": {"hidden": 2048, "blocks": 4, "heads": 32, "kv_heads": 8, "intermediate": 5632, "dtype": torch.bfloat16},
-    # as wide, and with next to nothing to compute: for what the network does
+    # as wide, with next to nothing to compute: for measuring the network
     "thin": {
         "hidden": 2048,
         "blocks": 4,
@@ -84,7 +84,7 @@ def save_random_model(shape: str, directory: Path, device: str = "cpu") -> Path:
 
 @dataclass
 class Stopwatch(BaseStreamer):
-    """A streamer that notes when each token came."""
+    """A streamer that notes the time of each token."""
 
     started_at: float = field(default_factory=time.perf_counter)
     times: list[float] = field(default_factory=list)
@@ -111,7 +111,8 @@ PROMPTS = torch.Generator().manual_seed(0)
 
 
 def timed_generation(model: Any, prompt_tokens: int, new_tokens: int) -> Stopwatch:
-    """Greedy generation of exactly `new_tokens` after a random prompt: another each time, as servers remember some."""
+    """Greedy generation of exactly `new_tokens` after a random prompt, each time another one, because servers remember
+    some."""
     ids = torch.randint(3, 4000, (1, prompt_tokens), generator=PROMPTS).to(model.device)
     watch = Stopwatch()
     model.generate(ids, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, streamer=watch)

@@ -34,7 +34,7 @@ SETTINGS = ("none", "int8", "auto")
 
 
 def small(tensor: Tensor) -> CompressedTensor:
-    """What `compress` makes of finite values."""
+    """Compress finite values."""
     result = compress(tensor)
     if result is None:
         raise ValueError("not finite")

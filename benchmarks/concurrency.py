@@ -40,12 +40,12 @@ PROMPT_TOKENS = 2000
 MIXED_CLIENTS = 4
 MAX_LENGTH = 4096
 ROOM_TOKENS = MAX_LENGTH - CONTEXTS[1]
-"""Of a session, for the tokens of one measurement."""
+"""Positions of a session for the tokens of one measurement."""
 WARM_UP_S = 0.5
 FAR_SERVERS = 12
 FAR_SHAPE = "512x12"
 FAR_DELAY_MS = 50.0
-"""One way."""
+"""One-way delay."""
 FAR_CLIENTS = 8
 PARTS = ("scaling", "mixed", "far")
 SERVERS = {"batched": {}, "one by one": {"max_batch_sessions": 1}}
@@ -70,7 +70,7 @@ class Clients:
 
 
 def serve_commands(pipe: Connection, path: str, initial_peers: list[str], dtype: str, room_tokens: int) -> None:
-    """In the process of some clients: open sessions, tell that they are ready, step them until told to stop."""
+    """Runs in a client process: open sessions, report that they are ready, step them until told to stop."""
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     with AutoDistributedModel.from_pretrained(path, initial_peers=initial_peers, dtype=dtype) as model:
@@ -125,7 +125,7 @@ def contexts_of(num_clients: int) -> list[int]:
 
 
 def measure(jobs: Sequence[tuple[Clients, list[int], bool]], seconds: float) -> list[list[float]]:
-    """Token times of each client after the warm-up; a job is (process, its contexts, whether it also sends prompts)."""
+    """Token times of each client after the warm-up. A job is (process, its contexts, whether it also sends prompts)."""
     for process, contexts, with_prompts in jobs:
         process.pipe.send((contexts, with_prompts))
     for process, _, _ in jobs:
@@ -172,7 +172,7 @@ def scaling(swarms: dict[str, Sequence[Clients]], counts: Sequence[int], args: a
 
 
 def mixed(swarms: dict[str, Sequence[Clients]], args: argparse.Namespace) -> list[Any]:
-    """Times between two tokens of some clients, alone and beside one that sends long prompts."""
+    """Times between two tokens of some clients, without and with another client that sends long prompts."""
     results = []
     for name, processes in swarms.items():
         runs: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
@@ -199,7 +199,7 @@ def mixed(swarms: dict[str, Sequence[Clients]], args: argparse.Namespace) -> lis
 
 
 def far(path: Path, args: argparse.Namespace) -> list[Any]:
-    """Tokens per second of one client, alone and among others, where distance takes most of the time."""
+    """Tokens per second of one client, alone and among others, when distance takes most of the time."""
     counts = (1, *(count for count in args.clients if 1 < count <= FAR_CLIENTS))
     runs: dict[int, list[float]] = {count: [] for count in counts}
     with ExitStack() as stack:
@@ -222,7 +222,7 @@ def far(path: Path, args: argparse.Namespace) -> list[Any]:
 
 
 def near(path: Path, args: argparse.Namespace) -> dict[str, list[Any]]:
-    """What is measured on two swarms side by side."""
+    """Measurements on two swarms side by side."""
     results = {}
     with ExitStack() as stack:
         swarms: dict[str, list[Clients]] = {}
@@ -239,7 +239,7 @@ def near(path: Path, args: argparse.Namespace) -> dict[str, list[Any]]:
 
 
 def server_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Of all swarms."""
+    """Results of all swarms."""
     options = {"quant_type": args.quant_type, "dtype": args.dtype}
     return {**options, "num_threads": 1, "attn_cache_tokens": 64 * MAX_LENGTH}
 

@@ -1,11 +1,11 @@
-"""Hundreds of clients on one server: connections, memory, and how long their steps take.
+"""Hundreds of clients on one server: connections, memory, and the time of their steps.
 
     python benchmarks/crowd.py [--clients 1 50 250 500] [--per_peer 1] [--think 5] [--seconds 30]
 
-Every client is a peer of its own, with a libp2p daemon of its own, as in life; it has one session, and sends a step of
-one token `--think` seconds after the last answer, as somebody does who reads. The model is so small that what the
-blocks compute hardly counts. All share one machine; on a small one they, not the server, are what is busy. A daemon
-takes 62 MB, so where that is too much for 500, let more of them share a peer: `--per_peer 2`.
+Every client is a peer with its own libp2p daemon, as in reality. It has one session, and sends a step of one token
+`--think` seconds after the last answer, like a user who reads. The model is so small that computing hardly counts. All
+share one machine; on a small one they, not the server, are the busy ones. A daemon takes 62 MB; if that is too much for
+500, let several clients share a peer: `--per_peer 2`.
 """
 
 import argparse
@@ -90,7 +90,7 @@ def of_server(pid: int) -> dict[str, float]:
 
 
 async def measured(clients: Sequence[Client], pid: int, args: argparse.Namespace) -> dict[str, float]:
-    """What so many clients have, and what they cost."""
+    """The results of so many clients, and their cost."""
     before, began_at = of_server(pid), time.perf_counter()
     for client in clients:
         client.steps_s.clear()

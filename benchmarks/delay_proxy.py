@@ -1,12 +1,12 @@
-"""A slow network on one machine: TCP proxies that deliver later, and no more than so many bytes a second.
+"""A slow network on one machine: TCP proxies that delay bytes and limit their rate.
 
     with SlowNetwork(delay_ms=50, mbit_s=100) as network:
         with network.swarm(model, num_servers=4) as swarm: ...
         network.set(delay_ms=10, mbit_s=None)
 
-Each server announces the address of a proxy in front of it, so that whoever dials it, servers included, goes through
-that. The delay is one way, and the same both ways; the bandwidth is that of the server's link, which all who talk to it
-share, in each direction. The proxies run in a process of their own, which ends with its standard input.
+Each server announces the address of a proxy in front of it, so all peers that dial it, servers included, go through the
+proxy. The delay is one way, and equal in both directions. The bandwidth is that of the server's connection, which all
+its peers share, in each direction. The proxies run in a process of their own, which ends with its standard input.
 """
 
 import asyncio
@@ -27,11 +27,11 @@ from swarmllm.demo.local_swarm import LocalServer
 
 READ_BYTES = 1 << 16
 BUFFER_BYTES = 4 << 20
-"""Of one connection in one direction: a sender is held back when so much is under way, as by a socket's buffer."""
+"""Most bytes on the way in one connection and direction. Beyond, the sender must wait, as with a socket's buffer."""
 
 
 class SlowNetwork:
-    """A process of proxies; `set()` changes all links at once, also while they are in use."""
+    """A process with proxies. `set()` changes all of them at once, also while they are in use."""
 
     def __init__(self, *, delay_ms: float = 0.0, mbit_s: float | None = None) -> None:
         self._settings = {"delay_ms": delay_ms, "mbit_s": mbit_s}
@@ -52,15 +52,15 @@ class SlowNetwork:
         self._process.stdout.close()
 
     def set(self, *, delay_ms: float, mbit_s: float | None = None) -> None:
-        """Milliseconds one way, and megabits a second (None: no limit), of all links from now on."""
+        """Set the milliseconds one way and the megabits a second (None: no limit) of all proxies from now on."""
         self._ask({"delay_ms": delay_ms, "mbit_s": mbit_s})
 
     def add(self, target_port: int) -> int:
-        """A proxy in front of a port of 127.0.0.1; returns the port on which it listens."""
+        """Start a proxy in front of a port of 127.0.0.1; return its own port."""
         return int(self._ask({"target": target_port})["port"])
 
     def bytes_carried(self) -> int:
-        """Through all proxies and in both directions, so far."""
+        """Bytes through all proxies so far, both directions."""
         return int(self._ask({})["bytes"])
 
     def swarm(self, model: str | Path, **options: Any) -> "SlowSwarm":
@@ -75,7 +75,7 @@ class SlowNetwork:
 
 
 class SlowSwarm(LocalSwarm):
-    """Each server announces its proxy."""
+    """Make each server announce its proxy."""
 
     def __init__(self, network: SlowNetwork, model: str | Path, **options: Any) -> None:
         super().__init__(model, **options)
@@ -99,10 +99,10 @@ class SlowSwarm(LocalSwarm):
 
 @dataclass
 class _Link:
-    """What all connections of one proxy share in one direction."""
+    """The shared state of all connections of one proxy in one direction."""
 
     free_at: float = 0.0
-    """When the last byte so far has been put on the wire."""
+    """When the last byte so far was put on the wire."""
 
 
 @dataclass
@@ -147,7 +147,7 @@ class _Proxies:
             back.close()
 
     async def _pipe(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, link: _Link) -> None:
-        """Until one end hangs up; what is under way is still delivered."""
+        """Pass bytes on until one end hangs up. Bytes on the way are still delivered."""
         loop = asyncio.get_running_loop()
         under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(BUFFER_BYTES // READ_BYTES)
 
@@ -197,4 +197,4 @@ if __name__ == "__main__":
     import uvloop
 
     with contextlib.suppress(KeyboardInterrupt):
-        uvloop.run(_serve())
+        uvloop.run_coroutine(_serve())

@@ -1,10 +1,10 @@
-"""What a flood costs those who share a server with it: as strangers, and as clients of somebody who serves as well.
+"""The cost of a flood for other clients of the same server: for strangers, and for clients of a contributor.
 
     python benchmarks/fairness.py [--shape 2048x4] [--repeats 5] [--seconds 4]
 
-One server of all blocks, with one thread, and two processes that ask as fast as they are answered; a second server,
-which nobody asks, belongs to the contributor. Whoever is measured decodes one text. With and without the flood take
-turns; medians of `--repeats`.
+One server has all blocks and one thread. Two processes ask it as fast as it answers. A second server, which nobody
+uses, belongs to the contributor. The measured client decodes one text. Phases with and without the flood take turns;
+medians of `--repeats`.
 """
 
 import argparse
@@ -26,18 +26,18 @@ from swarmllm import AutoDistributedModel, ClientConfig, LocalSwarm
 from swarmllm.network.p2p.identity import Identity
 
 NUM_FLOODS = 2
-"""Processes, each a peer of its own."""
+"""Flooding processes, each a peer of its own."""
 NUM_THREADS = 8
-"""Of each: sessions, or requests under way."""
+"""Sessions, or requests in progress, of each process."""
 MAX_LENGTH = 2048
 PROMPT_TOKENS = 64
-"""Of a prompt, or a batch."""
+"""Tokens of a prompt or a training request."""
 SETTLE_S = 1.0
-"""Between the beginning of a flood and the measurement."""
+"""Seconds between the beginning of a flood and the measurement."""
 
 
 def decode(model: Any, counts: Callable[[int], None], goes_on: Callable[[], bool]) -> None:
-    """One text, token by token, without what a client computes itself."""
+    """Decode one text, token by token, without the client's own computing."""
     token = torch.randn(1, 1, model.config.hidden_size)
     while goes_on():
         with model.inference_session(max_length=MAX_LENGTH) as session, torch.no_grad():
@@ -49,7 +49,7 @@ def decode(model: Any, counts: Callable[[int], None], goes_on: Callable[[], bool
 
 
 def prompts(model: Any, counts: Callable[[int], None], goes_on: Callable[[], bool]) -> None:
-    """Prompts that nobody has sent before."""
+    """Send prompts that are new each time."""
     while goes_on():
         with model.inference_session(max_length=PROMPT_TOKENS) as session, torch.no_grad():
             session.step(torch.randn(1, PROMPT_TOKENS, model.config.hidden_size))
@@ -57,7 +57,7 @@ def prompts(model: Any, counts: Callable[[int], None], goes_on: Callable[[], boo
 
 
 def batches(model: Any, counts: Callable[[int], None], goes_on: Callable[[], bool]) -> None:
-    """Forward and backward, as training does."""
+    """Send forwards and backwards, as training does."""
     while goes_on():
         embeds = torch.randn(1, PROMPT_TOKENS, model.config.hidden_size, requires_grad=True)
         model.base_model(inputs_embeds=embeds).last_hidden_state.sum().backward()
@@ -68,7 +68,7 @@ KINDS = {"16 texts": decode, "prompts, 16 at a time": prompts, "training, 16 at 
 
 
 def flood(path: str, initial_peers: Sequence[str], kind: str, idle: Event, on: Event, num_tokens: Any) -> None:
-    """A process that asks while `on` is set, and sets `idle` when all has been answered."""
+    """A process that asks while `on` is set, and sets `idle` when all its requests were answered."""
     torch.set_num_threads(1)
 
     def count(more: int) -> None:
@@ -109,7 +109,7 @@ def rate(model: Any, seconds: float) -> float:
 def measured(
     models: dict[str, Any], on: Event, idle: Sequence[Event], num_tokens: Any, args: argparse.Namespace
 ) -> tuple[dict[str, list[float]], list[float]]:
-    """Of each, its rates beside a flood as a share of those alone; and the flood's own tokens per second meanwhile."""
+    """Each client's speed beside a flood, as a share of its speed alone, and the flood's own tokens per second."""
     shares: dict[str, list[float]] = {name: [] for name in models}
     flooded: dict[str, list[float]] = {name: [] for name in models}
     for _ in range(args.repeats):

@@ -1,9 +1,9 @@
-"""What the gateway adds: the same prompts through the Python client and through HTTP, in turns, on one local swarm.
+"""The gateway's overhead: the same prompts through the Python client and through HTTP, in turns, on one local swarm.
 
 The first token is measured with one request at a time, throughput with several streams at once. Both ways begin with
-the prompt as text, use the same model object and servers, and make text of every token. The HTTP client is a process of
-its own (`http_load`), as lean as can be: what it computes is taken from the same cores. Prints medians over the rounds,
-with the quartiles of the difference between neighbours, and this process's CPU time, which other load changes less.
+the prompt as text, use the same model object and servers, and turn every token into text. The HTTP client is a lean
+process of its own (`http_load`), because it shares the cores. Prints medians over the rounds, with the quartiles of the
+difference between neighbours, and this process's CPU time, which other load changes less.
 """
 
 import argparse
@@ -35,11 +35,11 @@ PROMPT = "Once upon a time there was a fox"
 NEVER_ENDS = 2
 """The embedded model's end of text; both ways are kept from taking it."""
 SETTLE_S = 0.05
-"""Between two measurements: what the one leaves behind (sessions that end) is not counted for the other."""
+"""Seconds between two measurements, so that sessions of one that still end don't count for the other."""
 
 
 class Reader(TextStreamer):
-    """Makes text, shows it to nobody, and notes when the first token came."""
+    """Turns tokens into text, shows it to nobody, and notes the time of the first token."""
 
     first_s: float | None = None
     num_calls = 0
@@ -159,13 +159,13 @@ def measure(ways: dict[str, Any], arguments: Any) -> dict[str, Any]:
 
 
 Took = tuple[tuple[float, float], float]
-"""What `ask` returned, and the seconds of CPU time that this process took."""
+"""The result of `ask`, and the seconds of CPU time of this process."""
 
 
 def in_turns(
     ways: dict[str, Any], ask: Callable[[Any], tuple[float, float]], num_warm: int, rounds: int
 ) -> dict[str, list[Took]]:
-    """What each way took in each round; who begins alternates."""
+    """The figures of each way in each round. The ways take turns in beginning."""
     found: dict[str, list[Took]] = {name: [] for name in ways}
     for number in range(num_warm + rounds):
         for name in sorted(ways, reverse=bool(number % 2)):

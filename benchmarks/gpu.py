@@ -65,7 +65,7 @@ def step_s(packer: Packer, device: str, num_sessions: int, context: int) -> floa
     times = []
     for _ in range(WARM_UP + STEPS):
         calls = [SessionCall(hidden_states(device, 1), blocks.span, cache) for cache in caches]
-        times.append(seconds(lambda calls=calls: packer.run(calls), waiting(device)))
+        times.append(seconds(lambda calls=calls: packer.run_calls(calls), waiting(device)))
     return median(times[WARM_UP:])
 
 

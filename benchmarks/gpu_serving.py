@@ -58,12 +58,12 @@ PARTS = (
 class Sizes:
     shape: str
     context: int
-    """Tokens before a text that is decoded."""
+    """Tokens before the decoded text."""
     new_tokens: int
     prompts: tuple[int, ...]
-    """Of which the first token is waited for."""
+    """Lengths of prompts whose first token is timed."""
     chunks: tuple[int, ...]
-    """Tokens of a prompt's messages."""
+    """Tokens in each message of a prompt."""
     clients: tuple[int, ...]
     unequal: tuple[int, ...]
     """Contexts of clients at once."""
@@ -107,7 +107,8 @@ SIZES = {
 
 
 class Figures:
-    """By column (`transformers`, or a kind of weights) and name; written after each, and left out after the limit."""
+    """Results by column (`transformers`, or a kind of weights) and name. Written after each; left out after the
+    limit."""
 
     def __init__(self, columns: Sequence[str], only: Sequence[str], limit_s: float) -> None:
         self.only = only
@@ -116,7 +117,7 @@ class Figures:
         self._ends_at = time.monotonic() + limit_s
 
     def add(self, part: str, column: str, name: str, measured: Callable[..., Any], *args: Any) -> None:
-        """An error is the figure in place of it: the next ones are measured all the same."""
+        """Replace the figure by the error if one fails, and go on with the next."""
         if part not in self.only:
             return
         started = time.monotonic()
@@ -141,7 +142,7 @@ class Figures:
 
 
 class Side:
-    """What is measured of transformers' model and of a swarm's in the same way."""
+    """Figures that transformers' model and a swarm's have in common."""
 
     def __init__(self, model: Any, sizes: Sizes) -> None:
         self.model, self.sizes, self.device = model, sizes, model.device

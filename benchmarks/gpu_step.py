@@ -97,12 +97,12 @@ def step(packer: Packer, caches: Sequence[SpanCache], seed: int) -> list[Tensor]
 
 
 def run_calls(packer: Packer, calls: Sequence[SessionCall]) -> Sequence[Any]:
-    """As the packer does, but what fails on pages isn't tried in another way."""
-    return packer.forward.run(calls, packer.way) if packer.way == Packing.PAGED else packer.run(calls)
+    """Pack as a server does, but report a failure on pages instead of trying another way."""
+    return packer.forward.run_packed(calls, packer.way) if packer.way == Packing.PAGED else packer.run_calls(calls)
 
 
 def outputs_of(packer: Packer, caches: Sequence[SpanCache]) -> Tensor:
-    """Of the first steps of all sessions."""
+    """Inputs of the first steps of all sessions."""
     return torch.cat([one.flatten(0, -2) for seed in range(COMPARED) for one in step(packer, caches, seed)]).float()
 
 
@@ -111,7 +111,7 @@ def difference(found: Tensor, expected: Tensor | None) -> float:
 
 
 def truths(load: Callable[..., BlockSpan], numbers: Sequence[int], context: int) -> dict[int, Tensor]:
-    """What comes out in float32, of the same weights and inputs."""
+    """Outputs in float32, with the same weights and inputs."""
     packer = packer_of(load(dtype=torch.float32), "today", 0)
     return {number: outputs_of(packer, sessions_of(packer.blocks, number, context)) for number in numbers}
 
@@ -161,7 +161,7 @@ def measured(
 
 
 def packer_of(blocks: BlockSpan, way: str, num_pages: int) -> Packer:
-    """Those blocks, run in one way."""
+    """The blocks, run in one way."""
     blocks.pool = None
     if way == "today":
         return Packer(blocks, [Packing.RAGGED, Packing.ONE_BY_ONE])
@@ -181,7 +181,7 @@ def packer_of(blocks: BlockSpan, way: str, num_pages: int) -> Packer:
 
 
 def in_time(limit_s: float, rows: Sequence[T]) -> Iterator[T]:
-    """Those that begin in time."""
+    """The measurements that begin before the limit."""
     for row in rows:
         if time.monotonic() - STARTED > limit_s:
             print("   the rest is left out: it has taken long enough", flush=True)

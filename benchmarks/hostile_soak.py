@@ -1,9 +1,9 @@
-"""What one hostile peer of each kind costs 8 honest clients: phases with and without such peers, in turns.
+"""The cost of one hostile peer of each kind for 8 honest clients, in phases with and without such peers.
 
 Each text is compared with the local model's. Prints the time from token to token in both kinds of phases, and their
-ratio; what each group of processes took of the cores; texts that were wrong or failed; the memory of the servers over
-time; and how often each hostile peer did what it does. What they do is in tests/faults/hostile_peers.py. With `--each`
-the hostile phases are of one kind each, so that it can be told what which of them costs.
+ratio; each process group's share of the cores; wrong and failed texts; the memory of the servers over time; and how
+often each hostile peer did its task. tests/faults/hostile_peers.py defines these tasks. With `--each`, a hostile phase
+has one kind only, which shows the cost of each.
 """
 
 import argparse
@@ -30,12 +30,12 @@ PARTS = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "max": 1.0}
 
 
 def seconds_of(figures: Figures, *phases: Phase) -> list[float]:
-    """From token to token in these phases, ascending."""
+    """Times from token to token in these phases, ascending."""
     return sorted(token.seconds for token in figures.tokens if any(phase.has(token.at) for phase in phases))
 
 
 def ratios(figures: Figures, part: float, kinds: tuple[str, ...] | None = None) -> list[float]:
-    """Of each hostile phase of these kinds to the calm ones before and after it."""
+    """Ratio of each hostile phase of these kinds to the calm phases before and after it."""
     return [
         share(seconds_of(figures, phase), part) / share(seconds_of(figures, *calm), part)
         for phase, calm in hostile_phases(figures, kinds)
@@ -52,14 +52,14 @@ def hostile_phases(figures: Figures, kinds: tuple[str, ...] | None) -> list[tupl
 
 
 def cores(phases: Sequence[Phase], group: str) -> float:
-    """Which this group kept busy, on average."""
+    """Cores that this group kept busy, on average."""
     return sum(phase.cpu_s.get(group, 0.0) for phase in phases) / sum(
         phase.ended_at - phase.began_at for phase in phases
     )
 
 
 def cores_taken(figures: Figures) -> str:
-    """In phases without hostile peers, and with each kind."""
+    """Results without hostile peers, and with each kind."""
     groups = list(dict.fromkeys(group for phase in figures.phases for group in phase.cpu_s))
     kinds = list(dict.fromkeys(phase.kinds for phase in figures.phases if phase.hostile))
     rows = [["none", 1.0, 1.0] + [cores([one for one in figures.phases if not one.hostile], group) for group in groups]]

@@ -31,7 +31,7 @@ SPEEDS = {
     "first_512_s": "first token of 512, s",
     "first_512_ratio": "ratio to local",
 }
-"""What is measured, and how the table calls it."""
+"""The measurements and their names in the table."""
 
 
 def measure(path: Path, num_servers: int, args: argparse.Namespace) -> dict[str, float]:

@@ -81,7 +81,7 @@ def save_tasks(directory: Path) -> TaskManager:
 
 
 def evaluate(model: Any, tasks: TaskManager) -> dict[str, float]:
-    """What lm_eval finds."""
+    """The results of lm_eval."""
     tokenizer = AutoTokenizer.from_pretrained(embedded_model_path())
     wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=16)
     found = lm_eval.simple_evaluate(wrapped, tasks=["texts", "endings"], task_manager=tasks, bootstrap_iters=0)

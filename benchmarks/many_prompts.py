@@ -22,11 +22,11 @@ from swarmllm import AutoDistributedModel, LocalSwarm
 
 LENGTHS = [8, 200, 16, 64, 120, 8, 32, 16, 300, 24, 48, 8, 96, 16, 64, 40]
 NEW_TOKENS = [16, 48, 32, 24, 64, 16, 48, 32, 24, 64, 16, 48, 32, 24, 64, 32]
-"""Texts end at different times, as they do in life: here by their number."""
+"""Texts end at different times, as in reality; here by their number."""
 
 
 def ways(model: Any, prompts: list[Tensor]) -> dict[str, Callable[[], object]]:
-    """What is compared. A batch can't end its rows one by one; it ends with the longest."""
+    """The compared ways. A batch can't end its rows one by one; it ends with the longest."""
     longest = max(map(len, prompts))
     padded = torch.stack([torch.nn.functional.pad(ids, (longest - len(ids), 0)) for ids in prompts])
     mask = torch.stack([torch.arange(longest) >= longest - len(ids) for ids in prompts]).long()

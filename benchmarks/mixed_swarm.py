@@ -29,9 +29,9 @@ from swarmllm import AutoDistributedModel, ClientConfig
 SHAPE = "512x12"
 NUM_BLOCKS, OF_EACH = 12, 4
 FAST_MS, MEDIUM_MS, SLOW_MS = 0.1, 0.2, 0.4
-"""Per token and block."""
+"""Milliseconds per token and block."""
 MIXED = [(FAST_MS, False)] * 2 + [(MEDIUM_MS, False)] * 5 + [(SLOW_MS, False)] * 3 + [(MEDIUM_MS, True)] * 4
-"""Of each server: its pace, and whether it is hidden."""
+"""For each server: its pace, and whether it is hidden."""
 KILLED = (1, 4, 8, 12)
 SEQUENCE = 128
 TOKENS = 16
@@ -69,7 +69,7 @@ def measured(name: str, path: Path, swarm: SlowSwarm, args: argparse.Namespace) 
 
 
 def killed_in_mid_text(path: Path, swarm: SlowSwarm) -> bool:
-    """Whether the text is the local model's although servers are killed while it is generated."""
+    """True if the text is the local model's although servers are killed during it."""
     ids = torch.randint(3, 4000, (1, SEQUENCE), generator=torch.Generator().manual_seed(7))
     options = {"max_new_tokens": 4 * TOKENS, "do_sample": False}
     expected = AutoModelForCausalLM.from_pretrained(path, dtype="auto").generate(ids, **options)
@@ -85,7 +85,7 @@ def killed_in_mid_text(path: Path, swarm: SlowSwarm) -> bool:
 
 @contextmanager
 def swarm_of(network: SlowNetwork, path: Path, servers: Sequence[tuple[float, bool]]) -> Iterator[SlowSwarm]:
-    """All of these, online; whoever comes chooses the blocks that are the weakest."""
+    """All these servers, online. Each chooses the weakest blocks when it joins."""
     with network.swarm(path, spans=[(0, OF_EACH)], **options_of(*servers[0])) as swarm:
         for pace_ms, hidden in servers[1:]:
             swarm.add_server(num_blocks=OF_EACH, **options_of(pace_ms, hidden))

@@ -37,13 +37,13 @@ EPOCHS = 4
 
 
 def noisy(hidden: Tensor, noise: ActivationNoise) -> Tensor:
-    """Hidden states `[batch, seq, hidden]` as a server is given them."""
+    """Hidden states `[batch, seq, hidden]` as a server gets them."""
     return noise(BlockInputs(hidden_states=hidden, batch_size=hidden.shape[0], seq_len=hidden.shape[1])).hidden_states
 
 
 @torch.no_grad()
 def perplexity(model: Any, texts: list[Tensor], num_local: int, noise: ActivationNoise) -> float:
-    """With noise on what enters the block behind the local ones."""
+    """Add noise to the inputs of the block after the local ones."""
     block: nn.Module = model.get_decoder().layers[num_local]
     hook = block.register_forward_pre_hook(lambda _, args: (noisy(args[0], noise), *args[1:]))
     try:
@@ -55,13 +55,13 @@ def perplexity(model: Any, texts: list[Tensor], num_local: int, noise: Activatio
 
 @torch.no_grad()
 def states(model: Any, texts: list[Tensor]) -> dict[int, Tensor]:
-    """What enters the block behind so many local ones, `[tokens, hidden]`."""
+    """Inputs of the block after so many local ones, `[tokens, hidden]`."""
     of_texts = [model(ids, output_hidden_states=True).hidden_states for ids in texts]
     return {idx: torch.cat([found[idx][0] for found in of_texts]) for idx in LOCAL_BLOCKS}
 
 
 def fit_reader(hidden: Tensor, ids: Tensor, vocabulary: int) -> nn.Module:
-    """What names the tokens of its hidden states best: a norm and a softmax over a linear map."""
+    """A classifier of the tokens behind hidden states: a norm and a softmax over a linear map."""
     torch.manual_seed(0)
     size = hidden.shape[1]
     reader = nn.Sequential(nn.LayerNorm(size), nn.Linear(size, vocabulary))
@@ -81,7 +81,7 @@ def share_right(named: Tensor, ids: Tensor) -> float:
 
 
 def read(hidden: Tensor, ids: Tensor, own: Tensor, ids_of_own: Tensor, embeddings: Tensor) -> tuple[float, float]:
-    """Shares of tokens that are named rightly: by look-up, and by a reader fitted to the server's own texts."""
+    """Shares of tokens named right: by look-up, and by a classifier fitted to the server's own texts."""
     reader = fit_reader(own, ids_of_own, len(embeddings))
     by_look_up = share_right(torch.cdist(hidden, embeddings).argmin(-1), ids)
     with torch.no_grad():

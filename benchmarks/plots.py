@@ -1,6 +1,6 @@
-"""Pictures of results, one per benchmark, beside their JSON.
+"""Charts of results, one per benchmark, next to their JSON.
 
-Drawn by matplotlib, which `make bench` installs. Where it is missing, a line says that there is no picture.
+matplotlib draws them; `make bench` installs it. Without it, a line says that there is no chart.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ Points = tuple[Sequence[Any], Sequence[float]]
 
 
 def lines(name: str, title: str, x_label: str, series: Mapping[str, Points], *, markers: bool = True) -> None:
-    """results/NAME.svg: a line per series of (xs, ys)."""
+    """Write results/NAME.svg with a line per series of (xs, ys)."""
     axes = _axes(title)
     if axes is None:
         return
@@ -26,7 +26,8 @@ def lines(name: str, title: str, x_label: str, series: Mapping[str, Points], *, 
 
 
 def bars(name: str, title: str, values: Mapping[str, float], marks: Mapping[str, float] | None = None) -> None:
-    """results/NAME.svg: a bar per value, and a red line across it where `marks` has one (what is possible at best)."""
+    """Write results/NAME.svg with a bar per value, and a red line across it at its mark (the best possible value), if
+    any."""
     axes = _axes(title, height=1.2 + 0.3 * len(values))
     if axes is None:
         return
@@ -42,7 +43,7 @@ def bars(name: str, title: str, values: Mapping[str, float], marks: Mapping[str,
 
 
 def _axes(title: str, *, height: float = 4.0) -> Any:
-    """What is drawn on; None without matplotlib."""
+    """matplotlib's axes; None without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:

@@ -65,7 +65,7 @@ def weights_error(full: BlockSpan, blocks: BlockSpan) -> tuple[float, float]:
 
 @torch.inference_mode()
 def log_probabilities(model: Any, blocks: BlockSpan, ids: Tensor) -> Tensor:
-    """Of each token after each position `[seq, vocabulary]`."""
+    """Log probabilities of each token after each position, `[seq, vocabulary]`."""
     hidden = blocks.forward(
         BlockInputs(hidden_states=model.model.embed_tokens(ids), batch_size=1, seq_len=ids.shape[1])
     )
@@ -127,7 +127,7 @@ def products() -> list[list[Any]]:
 
 
 def memory_mib(server: LocalServer) -> float:
-    """Of the server and its daemon."""
+    """Memory of the server and its daemon."""
     process = psutil.Process(server.pid)
     family = [process, *process.children(recursive=True)]
     return sum(member.memory_full_info().uss for member in family) / 2**20
@@ -190,7 +190,7 @@ def main() -> None:
 
 
 def servers(args: argparse.Namespace) -> list[list[Any]]:
-    """Measures and prints what servers do."""
+    """Measure whole servers and print the results."""
     with tempfile.TemporaryDirectory(prefix="swarmllm-bench-") as directory:
         rows = measure(args, Path(directory))
     header = ["weights", "tokens/s", f"to {args.quant_types[0]}", "MiB", f"to {args.quant_types[0]}"]

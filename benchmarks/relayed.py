@@ -1,10 +1,10 @@
-"""What relays cost: two servers that can be dialled, one that can't, two that can't, on one machine.
+"""The cost of relays: pairs of servers on one machine of which none, one or both can't be dialled.
 
     python benchmarks/relayed.py [--shape 2048x4] [--repeats 5] [--quant_type int8]
 
-Each pair of servers has a relay of its own (`swarmllm dht`), and they take turns; medians. Hidden servers dial public
-ones, so only the client's way to a hidden server is relayed, and that between two of them. Loopback has no latency, so
-what is left is the work of relaying; a real one also costs its distance.
+Each pair of servers has its own relay (`swarmllm dht`). The pairs take turns; medians. Hidden servers dial public ones,
+so only connections to a hidden server are relayed: the client's, and the one between two hidden servers. Loopback has
+no latency, so this measures the work of relaying; a real relay adds its distance.
 """
 
 import argparse

@@ -79,7 +79,7 @@ def search(num_servers: int = 1000, num_blocks: int = 80) -> list[dict[str, Any]
 
 
 def ms_per_token(model: Any, num_tokens: int) -> float:
-    """Of decoding, without the first token."""
+    """Milliseconds per token of decoding, without the first token."""
     watch = Stopwatch()
     ids = torch.randint(3, 4000, (1, 8), generator=torch.Generator().manual_seed(0))
     model.generate(ids, max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False, streamer=watch)

@@ -31,7 +31,7 @@ GROWTH_S, CHURN_S = 600.0, 900.0
 
 @dataclass
 class Outcome:
-    """What one balance_quality led to; qualities are the bottleneck as a share of its upper bound."""
+    """Results of one balance_quality. Qualities are the bottleneck as a share of its upper bound."""
 
     balance_quality: float
     grown: float = 0.0

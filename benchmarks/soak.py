@@ -1,9 +1,9 @@
-"""Whether a gateway and its servers keep their memory flat: thousands of requests of all kinds, and what they hold.
+"""Memory of a gateway and its servers over thousands of requests of all kinds.
 
-One gateway process and two servers, asked by several clients at once: streams, whole answers, two choices, JSON,
-requests that are hung up on in the middle, and ones that are refused. Prints the resident memory of each process as it
-goes; at the end the growth over the second half, in MB per 1000 requests, beside its uncertainty. What only warms up
-(the allocator, caches of compiled schemas) is over by then.
+One gateway process and two servers answer several clients at once: streams, whole answers, two choices, JSON, requests
+that are cancelled in the middle, and refused ones. Prints the resident memory of each process during the run, and at
+the end the growth over the second half, in MB per 1000 requests, with its uncertainty. By then, warm-up (the allocator,
+caches of compiled schemas) is over.
 """
 
 import argparse

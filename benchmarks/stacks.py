@@ -1,8 +1,8 @@
-"""Decode steps of eight clients of an encoder-decoder: together, and one by one, on the decoder's blocks of one server.
+"""Decode steps of eight clients of an encoder-decoder, together and one by one, on the decoder's blocks of one server.
 
 Blocks of the sizes of T5-base and BART-base with random weights, called directly: no network, no swarm. Each client has
-a source of its own, of another length. Runs alternate, so that what else the machine does meets all of them; medians of
-the thread's processor time and of the quotients of neighbouring runs are printed.
+its own encoder outputs, of different lengths. Runs alternate, so that other load meets all of them. Prints medians of
+the thread's processor time and of the quotients of neighbouring runs.
 """
 
 import argparse
@@ -29,11 +29,11 @@ from swarmllm.models.span.trials import random_inputs
 TEXTS = (5, 12, 20, 33, 40, 52, 64, 80)
 """Positions that each client has written."""
 SOURCES = (20, 200, 64, 120, 33, 90, 150, 48)
-"""Positions of what each client's text is made of."""
+"""Positions of each client's encoder outputs."""
 
 
 def models(num_blocks: int) -> Iterator[tuple[str, PreTrainedModel]]:
-    """With one block in the encoder, which has no part in this."""
+    """The model, with one unused block in the encoder."""
     t5 = T5Config(
         d_model=768, d_kv=64, num_heads=12, d_ff=3072, num_layers=1, num_decoder_layers=num_blocks, vocab_size=128
     )
@@ -54,9 +54,9 @@ def calls_of(blocks: BlockSpan) -> list[SessionCall]:
 
 
 def step_ms(packer: Packer, calls: list[SessionCall], way: Packing) -> float:
-    """Processor time of one step of all."""
+    """Processor time of one step of all clients."""
     began = time.thread_time()
-    for outcome in packer.run(calls, way):
+    for outcome in packer.run_calls(calls, way):
         if isinstance(outcome, Exception):
             raise outcome
     took = time.thread_time() - began

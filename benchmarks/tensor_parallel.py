@@ -44,7 +44,7 @@ def save_model(directory: Path, args: argparse.Namespace) -> None:
 
 
 class Runs:
-    """What is measured of one span."""
+    """The measurements of one span."""
 
     def __init__(self, blocks: BlockSpan, prompt: int) -> None:
         self._packer = Packer(blocks, right_ways(blocks))
@@ -62,7 +62,7 @@ class Runs:
 
     def sessions(self) -> None:
         """A step of eight."""
-        self._packer.run([SessionCall(self._token, self._blocks.span, cache) for cache in self._caches])
+        self._packer.run_calls([SessionCall(self._token, self._blocks.span, cache) for cache in self._caches])
         for cache in self._caches:
             cache.rollback(CONTEXT)
 
@@ -72,7 +72,7 @@ class Runs:
 
 
 def seconds(run: Callable[[], None]) -> float:
-    """How long it takes once."""
+    """Time one call."""
     began_at = time.perf_counter()
     run()
     return time.perf_counter() - began_at

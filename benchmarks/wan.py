@@ -33,12 +33,12 @@ from swarmllm import AutoDistributedModel, ClientConfig
 
 BATCH_SEQUENCE = 128
 MESSAGE_BYTES = 500
-"""Assumed: of headers and frames per hop."""
+"""Assumed bytes of headers and frames per hop."""
 
 
 @dataclass(frozen=True)
 class Network:
-    """Of each server."""
+    """Options of each server."""
 
     mbit_s: float
     round_trip_ms: float
@@ -63,7 +63,7 @@ class Row:
 
 @dataclass
 class Bench:
-    """What is measured of every model."""
+    """The measurements of every model."""
 
     sequences: list[int]
     batches: list[int]
@@ -85,7 +85,7 @@ class Bench:
 
 def forward_s(model: Any, ids: Tensor) -> float:
     """Seconds of one forward of all blocks, without a cache."""
-    on_device = ids if model.device.type == "meta" else ids.to(model.device)  # hooks move what is offloaded
+    on_device = ids if model.device.type == "meta" else ids.to(model.device)  # hooks move the offloaded weights
     started_at = time.perf_counter()
     with torch.no_grad():
         model.get_decoder()(input_ids=on_device, use_cache=False)
@@ -128,7 +128,7 @@ def over(path: Path, num_servers: int, networks: Sequence[str], bench: Bench, lo
 
 
 def floor(row: Row, network: Network, num_servers: int, token_bytes: int, local: Row) -> float:
-    """Tokens per second if nothing but distance, bandwidth and the model's own computing took time."""
+    """Tokens per second if only distance, bandwidth and the model's own computing took time."""
     way_s, bytes_per_s = network.round_trip_ms / 2e3, network.mbit_s * 1e6 / 8
     if row.what.startswith("inference"):
         transfer_s = (num_servers + 1) * (token_bytes + MESSAGE_BYTES) / bytes_per_s

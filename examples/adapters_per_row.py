@@ -1,9 +1,9 @@
-"""An adapter for each row of a batch: several personas answer at once, and the model as it is beside them.
+"""An adapter for each row: several personas answer at once, and the plain model with them.
 
     python examples/adapters_per_row.py                 # a swarm of its own, on this machine; trains two personas first
 
-peft calls it `adapter_names`: one name for each row, `__base__` for none. The adapters are this client's, and travel to
-the servers once.
+peft calls it `adapter_names`: one name for each row, `__base__` for none. The adapters belong to this client, and
+travel to the servers once.
 """
 
 import argparse
@@ -29,7 +29,7 @@ ROWS = (
 
 @torch.no_grad()
 def answers(model: Any, tokenizer: Any, rows: tuple[tuple[str, str], ...]) -> list[str]:
-    """What each row's adapter says to its question, all in one `generate()`."""
+    """The answers of each row's adapter to its question, all in one `generate()`."""
     prompts = [
         tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True)
         for _, text in rows

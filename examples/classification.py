@@ -2,11 +2,11 @@
 
     python examples/classification.py                       # LoRA, a swarm of its own on this machine
     python examples/classification.py --method prompt
-    python examples/classification.py --resume --output_dir runs/mine    # goes on after an interruption
+    python examples/classification.py --resume --output_dir runs/mine    # continues after an interruption
 
-The task is generated: is the text about an animal or about food? The adapter, the head and the optimizer live here;
-servers compute forwards and backwards and keep their weights as they are. Writes the adapter, checkpoints and the loss
-curve (loss.svg) to --output_dir.
+The task is generated: is the text about an animal or about food? The adapter, the head and the optimizer are on this
+machine. Servers compute forwards and backwards and don't change their weights. Writes the adapter, checkpoints and the
+loss curve (loss.svg) to --output_dir.
 """
 
 import argparse
@@ -37,7 +37,7 @@ PATTERNS = (
 
 
 def examples(tokenizer: Any, count: int, seed: int) -> list[dict[str, Any]]:
-    """Texts with their class; those of other seeds are other texts of the same kind."""
+    """Texts with their class. Another seed gives other texts of the same kind."""
     choose = random.Random(seed)
     found = []
     for _ in range(count):
@@ -48,7 +48,7 @@ def examples(tokenizer: Any, count: int, seed: int) -> list[dict[str, Any]]:
 
 
 def adapter(method: str) -> PeftConfig:
-    """What is trained besides the head."""
+    """The adapter to train, besides the head."""
     if method == "prompt":
         return PromptTuningConfig(task_type=TaskType.SEQ_CLS, num_virtual_tokens=8, modules_to_save=["score"])
     return LoraConfig(task_type=TaskType.SEQ_CLS, r=8, target_modules="all-linear", modules_to_save=["score"])
@@ -57,7 +57,7 @@ def adapter(method: str) -> PeftConfig:
 def train(
     model: Any, tokenizer: Any, output_dir: Path, *, steps: int, lr: float, resume: bool = False
 ) -> tuple[Trainer, float]:
-    """Train, save, and return the trainer and the accuracy on texts that it hasn't seen."""
+    """Train and save; return the trainer and the accuracy on unseen texts."""
     held_out = examples(tokenizer, 64, seed=1)
     trainer = Trainer(
         model=model,

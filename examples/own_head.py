@@ -1,9 +1,9 @@
-"""Prompt tuning with a head of one's own, without peft and without a Trainer: the figure of the Petals paper.
+"""Prompt tuning with your own head, without peft and without a Trainer: the figure of the Petals paper.
 
     python examples/own_head.py                         # a swarm of its own, on this machine
 
-The blocks of the swarm are a module like any other (`model.remote_blocks`, of which slices are modules too). Trained
-vectors before the text, the head behind the blocks and the optimizer live here; servers only compute. Writes the loss
+The blocks of the swarm are a module like any other (`model.remote_blocks`; its slices are modules too). Trained vectors
+before the text, the head after the blocks and the optimizer are on this machine. Servers only compute. Writes the loss
 curve (loss.svg) to --output_dir.
 """
 
@@ -42,7 +42,7 @@ class Classifier(nn.Module):
 
 
 def batch_of(rows: list[dict[str, Any]]) -> list[tuple[Tensor, Tensor]]:
-    """The texts of each length together: no padding is needed then."""
+    """The texts of each length together, so that no padding is needed."""
     lengths = sorted({len(row["input_ids"]) for row in rows})
     groups = [[row for row in rows if len(row["input_ids"]) == length] for length in lengths]
     return [(torch.tensor([r["input_ids"] for r in g]), torch.tensor([r["labels"] for r in g])) for g in groups]

@@ -1,12 +1,12 @@
-"""A chat persona through a swarm: a pirate, taught by LoRA inside the remote blocks, or by soft prompts.
+"""A chat persona through a swarm: a pirate, trained with LoRA inside the remote blocks, or with soft prompts.
 
     python examples/persona.py                          # LoRA and transformers' Trainer, a swarm of its own
     python examples/persona.py --trainer sft            # the same with TRL's SFTTrainer (pip install trl)
     python examples/persona.py --method prompt
-    python examples/persona.py --resume --output_dir runs/mine      # goes on after an interruption
+    python examples/persona.py --resume --output_dir runs/mine      # continues after an interruption
 
-The conversations are generated. The adapter and the optimizer live here; servers compute forwards and backwards and
-keep their weights as they are. Writes the adapter, checkpoints and the loss curve (loss.svg) to --output_dir.
+The conversations are generated. The adapter and the optimizer are on this machine. Servers compute forwards and
+backwards and don't change their weights. Writes the adapter, checkpoints and the loss curve (loss.svg) to --output_dir.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def conversations(tokenizer: Any, count: int, seed: int) -> list[dict[str, list[
 
 
 def adapter(method: str) -> PeftConfig:
-    """What is trained."""
+    """The adapter to train."""
     if method == "prompt":
         return PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=16)
     return LoraConfig(task_type=TaskType.CAUSAL_LM, r=8, target_modules="all-linear")
@@ -92,7 +92,7 @@ def train(
 
 @torch.no_grad()
 def answer(model: Any, tokenizer: Any, question: str) -> str:
-    """What the model says now."""
+    """The model's present answer."""
     messages = [{"role": "user", "content": question}]
     prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     batch = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")

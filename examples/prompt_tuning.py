@@ -3,8 +3,8 @@
     python examples/prompt_tuning.py                                # a swarm of its own, on this machine
     python examples/prompt_tuning.py --initial_peers ADDRESS --model M
 
-The soft prompts and the optimizer live here; the blocks run, forwards and backwards, on the servers, whose weights stay
-as they are. That is how many users can tune one model at a time.
+The soft prompts and the optimizer are on this machine. The blocks run, forwards and backwards, on servers, which don't
+change their weights. So many users can tune one model at the same time.
 """
 
 import argparse

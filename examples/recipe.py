@@ -1,11 +1,11 @@
-"""The LoRA recipe that everybody uses, through a swarm: r 16, alpha 32, dropout 0.05, all linear modules, cosine.
+"""The usual LoRA recipe through a swarm: r 16, alpha 32, dropout 0.05, all linear modules, cosine.
 
     python examples/recipe.py                           # a swarm of its own, on this machine
     python examples/recipe.py --persona robot --output_dir runs/robot
-    python examples/recipe.py --resume --output_dir runs/robot          # goes on after an interruption
+    python examples/recipe.py --resume --output_dir runs/robot          # continues after an interruption
 
-Servers leave out what dropout leaves out by seeds that travel with each batch, so gradients are those of one machine.
-The adapter that is saved is an ordinary one of peft (`sharing.py` uses it in four ways).
+Seeds that travel with each forward decide what dropout drops, so gradients are those of one machine. The saved adapter
+is an ordinary one of peft (`sharing.py` uses it in four ways).
 """
 
 import argparse

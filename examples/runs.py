@@ -1,6 +1,6 @@
-"""What the examples of training share: a swarm to train on, a line for each step, and a picture of the loss.
+"""Common parts of the training examples: a swarm to train on, a line for each step, and a chart of the loss.
 
-In a notebook the picture grows with each step, below a bar of how much is done.
+In a notebook the chart grows with each step, below a progress bar.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ def swarm_for(stack: contextlib.ExitStack, model_path: str, initial_peers: Seque
 
 
 def check_resumes(output_dir: Path) -> None:
-    """Exit if there is nothing to go on from."""
+    """Exit if there is no checkpoint to continue from."""
     if not output_dir.is_dir() or get_last_checkpoint(str(output_dir)) is None:
         raise SystemExit(f"there is no checkpoint in {output_dir} to go on from: leave --resume out to begin anew")
 
@@ -42,7 +42,7 @@ def default_model() -> str:
 
 
 def settings(output_dir: Path, *, steps: int, lr: float, batch_size: int) -> dict[str, Any]:
-    """For `TrainingArguments` and its kin: the loss of each step, and four checkpoints."""
+    """Arguments for `TrainingArguments` and its subclasses: the loss of each step, and four checkpoints."""
     return {
         "output_dir": str(output_dir),
         "max_steps": steps,
@@ -59,7 +59,7 @@ def settings(output_dir: Path, *, steps: int, lr: float, batch_size: int) -> dic
 
 
 class StepTimes(TrainerCallback):
-    """A line for each step: its loss, its time, and how much of that was waiting for servers and network."""
+    """Prints a line for each step: its loss, its time, and the share of waiting for servers and network."""
 
     def __init__(self, remote_blocks: Any) -> None:
         self._batches = remote_blocks.batches
@@ -76,12 +76,12 @@ class StepTimes(TrainerCallback):
         print(line, flush=True)
 
     def times(self) -> tuple[float, float]:
-        """Seconds since the step began, and those of them that were spent waiting."""
+        """Seconds since the step began, and the seconds of waiting among them."""
         return time.perf_counter() - self._began, self._batches.waited_s - self._waited_s
 
 
 class LiveCurve(StepTimes):
-    """In a notebook: the same line above a bar and the loss so far, in one picture that is replaced with each step."""
+    """In a notebook: the same line above a progress bar and the loss so far, in one picture that each step replaces."""
 
     def __init__(self, remote_blocks: Any) -> None:
         super().__init__(remote_blocks)
@@ -102,7 +102,7 @@ class LiveCurve(StepTimes):
 
 
 def show_steps(trainer: Trainer, remote_blocks: Any) -> None:
-    """A line for each step; in a notebook, a picture that grows."""
+    """A line for each step; in a notebook, a growing picture."""
     if "ipykernel" in sys.modules:
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(LiveCurve(remote_blocks))
@@ -120,7 +120,7 @@ def losses_by_step(history: list[dict[str, Any]]) -> list[tuple[float, float]]:
 
 
 def save_loss_curve(history: list[dict[str, Any]], path: Path) -> None:
-    """A picture of the training loss by step, as SVG."""
+    """A chart of the training loss by step, as SVG."""
     if points := losses_by_step(history):
         save_curve(points, path, title="Training loss", x="optimizer step", y="loss (nats per token or text)")
 
@@ -139,7 +139,7 @@ def curve(
     right: float | None = None,
     done: float | None = None,
 ) -> str:
-    """The same as SVG; `right`: where the axis ends, if further than the points; `done`: a share, for a bar above."""
+    """The same as SVG. `right`: the end of the axis, if further than the points; `done`: a share, for a bar above."""
     right = right or max(one for one, _ in points) or 1
     top = max(one for _, one in points) or 1.0
     line = " ".join(f"{60 + 520 * one / right:.1f},{260 - 220 * other / top:.1f}" for one, other in points)

@@ -1,9 +1,9 @@
-"""One adapter, used in four ways: by who trained it, by another client, by everybody from the servers, and merged.
+"""One adapter used in four ways: by its trainer, by another client, offered by servers to everybody, and merged.
 
     python examples/sharing.py                          # trains the pirate of recipe.py first
     python examples/sharing.py --adapter runs/recipe/adapter
 
-All four say the same.
+All four give the same text.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from runs import default_model, tokenizer_of
 from transformers import AutoModelForCausalLM
 
 from swarmllm import AutoDistributedModelForCausalLM, ClientConfig, LocalSwarm
-from swarmllm.commands import merge_adapter
+from swarmllm.commands import adapters
 
 QUESTION = "What is your name?"
 OPTIONS = {"num_servers": 2, "num_threads": 1, "quant_type": "none", "dtype": "float32"}
@@ -42,15 +42,15 @@ def main() -> None:
                 theirs = PeftModel.from_pretrained(base, str(adapter))
                 print(f"by another client: {answer(theirs, tokenizer, QUESTION)}", flush=True)
 
-        # `swarmllm server --adapters PATH` on every machine; clients name it and need no file of it.
+        # `swarmllm server --adapters PATH` on every machine; clients name it and need no file.
         with LocalSwarm(path, adapters=str(adapter), **OPTIONS) as swarm:
             config = ClientConfig(initial_peers=tuple(swarm.initial_peers), active_adapter=adapter.name)
             with AutoDistributedModelForCausalLM.from_pretrained(path, client_config=config, dtype="float32") as base:
                 print(f"from the servers: {answer(base, tokenizer, QUESTION)}", flush=True)
 
-        # `swarmllm adapters merge --adapter PATH --base M --output DIR`: a checkpoint for anything that reads one.
+        # `swarmllm adapters merge --adapter PATH --base M --output DIR`: an ordinary checkpoint.
         merged = Path(directory) / "merged"
-        merge_adapter.merge(merge_adapter.Merge(adapter=str(adapter), base=path, output=str(merged)))
+        adapters.merge(adapters.Merge(adapter=str(adapter), base=path, output=str(merged)))
         local = AutoModelForCausalLM.from_pretrained(merged, dtype="float32")
         print(f"merged: {answer(local, tokenizer, QUESTION)}", flush=True)
 

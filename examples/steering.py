@@ -1,12 +1,12 @@
-"""Steering: a direction that is found between two blocks makes the model write about something else.
+"""Steering: a direction, found between two blocks, makes the model write about something else.
 
     python examples/steering.py                         # a swarm of its own, on this machine
     python examples/steering.py --initial_peers ADDRESS --model M --block 12
 
-Hooks on whole blocks work as on a local model, though servers run them: what comes out of the hooked block passes
-through this machine. The first hook only reads (probing): the mean hidden state over texts of one kind, less that of
-another kind, is the direction: here, where the next word is going to be an animal, or something to eat. The second one
-adds it at each step of `generate()`.
+Hooks on whole blocks work as on a local model, although servers run the blocks: the output of a hooked block passes
+through this machine. The first hook only reads (probing). The direction is the mean hidden state over texts of one kind
+minus that of another kind: here, texts before the name of an animal, and before a kind of food. The second hook adds it
+at each step of `generate()`.
 """
 
 import argparse
@@ -26,13 +26,13 @@ PROMPTS = ("One day, Lily saw", "Tom wanted", "Emma came back with three")
 
 
 def blocks_of(model: Any) -> Any:
-    """The list of blocks, of a model whose stack calls it `layers`."""
+    """The model's list of blocks."""
     return model.get_decoder().layers
 
 
 @torch.no_grad()
 def mean_state(model: Any, tokenizer: Any, texts: list[str], block_idx: int) -> Tensor:
-    """The mean of what leaves the block at the last token of each text; `[hidden]`."""
+    """The mean output of the block at the last token of each text, `[hidden]`."""
     seen: list[Tensor] = []
     handle = blocks_of(model)[block_idx].register_forward_hook(lambda block, args, output: seen.append(output[0, -1]))
     try:
@@ -44,7 +44,7 @@ def mean_state(model: Any, tokenizer: Any, texts: list[str], block_idx: int) -> 
 
 
 def written(model: Any, tokenizer: Any, prompt: str, block_idx: int, direction: Tensor) -> str:
-    """What the model writes while the direction is added behind the block."""
+    """Text generated while the direction is added after the block."""
     handle = blocks_of(model)[block_idx].register_forward_hook(lambda block, args, output: output + direction)
     try:
         ids = model.generate(

@@ -1,4 +1,4 @@
-"""What every test runs under: one thread per process for torch, no hub, an own cache, and nothing left behind.
+"""Surroundings of every test: one thread per process for torch, no hub, an own cache, and nothing left behind.
 
 After each test and at the end of the session, threads, asyncio tasks and child processes that a test started and did
 not end fail it, by name. Processes are found by a marker in their environment, so that one whose parent died (p2pd of
@@ -102,7 +102,7 @@ def _log_levels_restored() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _servers_are_forked() -> None:
-    """Those of LocalSwarm, from a process that has imported what they need."""
+    """Servers of LocalSwarm come from a process that has imported what they need."""
     local_swarm.Popen = forked.popen  # type: ignore[attr-defined]
     local_swarm.START_TIMEOUT_S, local_swarm.STOP_TIMEOUT_S = START_S, STOP_S
 
@@ -151,7 +151,7 @@ def session_processes() -> list[psutil.Process]:
 
 
 def own_loggers() -> list[tuple[str, logging.Logger]]:
-    """Those of swarmllm that exist, by name."""
+    """Loggers of swarmllm that exist, by name."""
     known = list(logging.root.manager.loggerDict.items())
     return [(name, one) for name, one in known if isinstance(one, logging.Logger) and name.startswith("swarmllm")]
 
@@ -162,7 +162,7 @@ def is_resource_tracker(process: psutil.Process) -> bool:
 
 
 def is_shared(process: psutil.Process) -> bool:
-    """Whether it belongs to a gateway that many tests share, which starts it when it is needed."""
+    """True if it belongs to a gateway that many tests share, which starts it when it is needed."""
     try:
         return any("gateway.engine.chat_templates" in part for part in process.cmdline())
     except psutil.NoSuchProcess:
@@ -170,7 +170,7 @@ def is_shared(process: psutil.Process) -> bool:
 
 
 def leaked_thread(thread: threading.Thread, before: set[threading.Thread]) -> bool:
-    """Whether a test started this thread and should have ended it.
+    """True if a test started this thread and should have ended it.
 
     tqdm's monitor and the kernels' threads serve the whole process. Pools of a gateway that many tests share grow when
     they are used; they end with the thread of its web server.
@@ -182,7 +182,7 @@ def leaked_thread(thread: threading.Thread, before: set[threading.Thread]) -> bo
 
 
 def wait_for_none(find: Callable[[], list[Any]]) -> list[Any]:
-    """What `find` still finds when it finds nothing any more or the grace time is over."""
+    """The last result of `find`, which is looked at until it is empty or the grace time is over."""
     deadline = time.monotonic() + GRACE_S
     while (found := find()) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -110,7 +110,7 @@ def is_read_by_imports(variable: str) -> bool:
 
 
 def _changed_variables() -> dict[str, str | None]:
-    """What is different in the environment since the warm process began; None: no longer set."""
+    """Variables that changed since the warm process began; None: no longer set."""
     before, now = _warm_process().environment, dict(os.environ)
     return {name: now.get(name) for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
 
@@ -232,7 +232,7 @@ def _become(request: dict[str, Any], standard: list[int]) -> None:
 
 
 def run(arguments: list[str]) -> None:
-    """What `python ARGUMENTS…` does."""
+    """Run as `python ARGUMENTS…` does."""
     if arguments[0] == "-c":
         sys.path[0] = ""
         sys.argv = ["-c", *arguments[2:]]

@@ -59,6 +59,15 @@ def pytest_configure(config: pytest.Config) -> None:
         " whole_file: the tests of a file take their turn together, because what they share costs most",
     )
     config.addinivalue_line("markers", "lane(name): left out but for `--lane name`")
+    config.addinivalue_line(
+        "markers", "share(name): tests of one name are in the same part, as they share what is costly"
+    )
+
+
+def place_of(item: pytest.Item) -> str:
+    """The name whose hash gives the test its part: `share(name)`, or its own."""
+    mark = item.get_closest_marker("share")
+    return item.nodeid if mark is None else str(mark.args[0])
 
 
 def lane_of(item: pytest.Item) -> str | None:
@@ -107,8 +116,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if (wanted := config.getoption("part")) is None:
         return
     part, num_parts = wanted
-    others = [item for item in items if part_of(item.nodeid, num_parts) != part]
-    items[:] = [item for item in items if part_of(item.nodeid, num_parts) == part]
+    others = [item for item in items if part_of(place_of(item), num_parts) != part]
+    items[:] = [item for item in items if part_of(place_of(item), num_parts) == part]
     config.hook.pytest_deselected(items=others)
 
 

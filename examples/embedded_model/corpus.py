@@ -1,8 +1,8 @@
-"""Texts that the embedded model is trained on: short stories, conversations, facts and lists, all made here.
+"""The training texts of the embedded model: short stories, conversations, facts and lists, all made here.
 
     python corpus.py --seed 7 --documents 5        # read some
 
-The same seed gives the same documents everywhere. Training uses the seed of train.py, the held-out text another one.
+The same seed gives the same documents everywhere. Training uses train.py's seed, the held-out text another one.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def fact_text(rng: random.Random) -> str:
 
 
 def _items(rng: random.Random, most: int) -> tuple[list[str], str]:
-    """A list of things of one kind, or of names that nobody has heard; and something that is not in it."""
+    """A list of things of one kind, or of unknown names; and something that is not in it."""
     names = [made_up_name(rng, rng.choice(["he", "she"])) for _ in range(30)]
     source = rng.choice([FOODS, THINGS, ANIMALS, GIRLS, BOYS, COLOURS, list(PLACES), names, THINGS + FOODS + ANIMALS])
     items = rng.sample(source, rng.randint(3, most))
@@ -76,12 +76,12 @@ def list_text(rng: random.Random) -> str:
 
 
 def hero_named(rng: random.Random, name: str, he: str) -> dict[str, str]:
-    """The keys of the cast for a child that somebody wants a story about."""
+    """Keys of the cast for a child that the user wants a story about."""
     return describe("hero", name, "boy" if he == "he" else "girl", he, rng.choice(["little", "brave", "shy", "kind"]))
 
 
 def story_request(rng: random.Random) -> tuple[str, dict[str, str]]:
-    """What somebody says who wants a story, and what is fixed of it."""
+    """A user's request for a story, and the parts that it fixes."""
     ask = rng.choice(["Tell me a story", "Please tell me a story", "Can you tell me a story", "Write a short story"])
     end = "?" if ask.startswith("Can") else "."
     kind = rng.randrange(5)
@@ -100,7 +100,7 @@ def story_request(rng: random.Random) -> tuple[str, dict[str, str]]:
 
 
 def _story_turns(rng: random.Random) -> list[tuple[str, str]]:
-    """A story that somebody asks for, and mostly some questions about it."""
+    """A requested story, usually with some questions about it."""
     request, fixed = story_request(rng)
     text, questions = told(rng, **fixed)
     number = rng.choice([0, 1, 2, 3])
@@ -122,7 +122,7 @@ def questioned_story(rng: random.Random) -> str:
 
 
 def _unknown(rng: random.Random) -> tuple[str, str]:
-    """What such a small model has to say about all other things."""
+    """Replies of such a small model to all other topics."""
     name = made_up_name(rng, rng.choice(["he", "she"]))
     return rng.choice(
         [

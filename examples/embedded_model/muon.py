@@ -16,7 +16,7 @@ _A, _B, _C = 3.4445, -4.7750, 2.0315  # published there: steep at 0, and within 
 
 
 def orthogonalized(matrices: Tensor) -> Tensor:
-    """Of each matrix `[count, rows, columns]`, rows <= columns, the nearest one with singular values of about 1."""
+    """For each matrix `[count, rows, columns]`, rows <= columns, the nearest one with singular values of about 1."""
     found = (matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)).bfloat16()
     for _ in range(_ROUNDS):
         square = found @ found.mT
@@ -25,7 +25,7 @@ def orthogonalized(matrices: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Of all matrices with the same shape, also turned, at once."""
+    """Orthogonalize all matrices with the same shape, also transposed, at once."""
 
     def __init__(
         self, params: Iterable[Tensor], *, lr: float, momentum: float = 0.95, weight_decay: float = 0.0

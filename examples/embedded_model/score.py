@@ -1,10 +1,10 @@
-"""Score the embedded model, or another checkpoint that was trained on such texts: does what it says make sense?
+"""Score the embedded model, or another checkpoint trained on such texts: do its texts make sense?
 
     python score.py [--model DIRECTORY] [--quant_types none int8] [--number 100] [--json FILE]
 
-Everything is drawn from a seed that training never saw, and half of the names are made up. Answers are right if they
-are word by word what corpus.py would have said. The first column judges stories of corpus.py itself: what the measures
-of stories can reach. Quantized as servers do it, by swarmllm's own packed weights, in float32 around them.
+All texts come from a seed that training never saw, and half of the names are made up. Answers are right if they equal
+corpus.py's, word by word. The first column scores stories of corpus.py itself: the best that the measures of stories
+can reach. Weights are quantized as on servers, by swarmllm's own packed weights, with float32 around them.
 """
 
 import argparse
@@ -44,14 +44,14 @@ class Model(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
 
     def prompt(self, *turns: str) -> str:
-        """The text of a conversation: what the user and the assistant said in turn, and the assistant is next."""
+        """The text of a conversation: the turns of user and assistant; the assistant is next."""
         said = [{"role": "assistant" if place % 2 else "user", "content": turn} for place, turn in enumerate(turns)]
         text: str = self.tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
         return text.removeprefix(self.tokenizer.bos_token)
 
     @torch.inference_mode()
     def continued(self, prompts: list[str], num_tokens: int, **options: Any) -> Iterator[str]:
-        """What it says after each prompt, with the mark of the end if it came to one."""
+        """The model's text after each prompt, with the end mark if it came to one."""
         self.tokenizer.padding_side = "left"
         for begin in range(0, len(prompts), ROWS):
             inputs = self.tokenizer(prompts[begin : begin + ROWS], return_tensors="pt", padding=True)
@@ -95,18 +95,18 @@ _NO_NAMES = _capitalized_words(episodes, stories, tales, words)
 
 
 class Asked(NamedTuple):
-    """A story that somebody wants of a child, as a prompt and as it may be told."""
+    """A story about a given child, as a prompt and as it may be told."""
 
     prompt: str
     begun: str
-    """What of the story is in the prompt."""
+    """The beginning of the story in the prompt."""
     name: str
     he: str
     told: str
 
 
 def asked_stories(model: Model, number: int) -> list[Asked]:
-    """Half of them begun, half asked for."""
+    """Half of the stories are begun, half are requested."""
     rng, asked = random.Random(SEED), []
     for place in range(number):
         he = rng.choice(["he", "she"])
@@ -174,7 +174,7 @@ def all_facts() -> dict[str, set[str]]:
 
 
 def story_questions(model: Model, number: int) -> list[tuple[str, set[str]]]:
-    """About stories of corpus.py, one each."""
+    """Questions about stories of corpus.py, one each."""
     rng, found = random.Random(SEED), []
     while len(found) < number:
         request, fixed = story_request(rng)
@@ -184,7 +184,7 @@ def story_questions(model: Model, number: int) -> list[tuple[str, set[str]]]:
 
 
 def lists(model: Model, number: int) -> list[tuple[str, set[str]]]:
-    """To be repeated, or with another item: all that has to be copied."""
+    """Lists to repeat, or with another item: everything must be copied."""
     rng, found = random.Random(SEED), []
     while len(found) < number:
         request, answer = list_request(rng)

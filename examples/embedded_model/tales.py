@@ -145,7 +145,7 @@ def told(rng: random.Random, **fixed: str) -> tuple[str, list[Answered]]:
 
 
 def _questions(teller: Teller, names: list[str], text: str) -> list[Answered]:
-    """What can be asked about the told `text`, each answer once."""
+    """Questions about the told `text`, each answer once."""
     cast = teller.cast | {"a_herokind": with_article(teller.cast["herokind"])}
     cast["A_herokind"] = capitalized(cast["a_herokind"])
     of_things = (asked for thing, asked in OF_THINGS.items() if thing.format_map(cast) in text)

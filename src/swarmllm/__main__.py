@@ -31,42 +31,42 @@ COMMANDS = {
     ),
     "dht": Command(
         "swarmllm.commands.dht",
-        "a peer that others start from; serves no blocks",
+        "a bootstrap peer: others join through it; it serves no blocks",
         "swarmllm dht --host_maddrs /ip4/0.0.0.0/tcp/31337",
     ),
     "generate": Command(
         "swarmllm.commands.generate",
-        "text from a swarm, as it comes",
+        "print text from a swarm while it is generated",
         'swarmllm generate --model M --initial_peers ADDRESS "A tale"',
     ),
     "chat": Command(
         "swarmllm.commands.chat",
-        "a conversation with a model of the swarm",
+        "chat with a model of the swarm",
         "swarmllm chat --model M --initial_peers ADDRESS",
     ),
     "status": Command(
         "swarmllm.commands.status",
-        "who serves what, and what is missing",
+        "the servers of a swarm, their blocks, and missing blocks",
         "swarmllm status --initial_peers ADDRESS",
     ),
     "gateway": Command(
         "swarmllm.gateway.__main__",
-        "a web API like OpenAI's, a chat page, a picture of the swarm",
+        "an OpenAI-compatible web API, a chat page, a page of the swarm",
         "swarmllm gateway --model M --initial_peers ADDRESS",
     ),
     "adapters": Command(
         "swarmllm.commands.adapters",
-        "what others have trained and shared on the hub",
+        "adapters and heads that others have shared on the hub",
         "swarmllm adapters --base HUB_ID --task text-classification",
     ),
     "doctor": Command(
         "swarmllm.commands.doctor",
-        "checks this machine and network, and names what to mend",
+        "check this machine and network, and name what to mend",
         "swarmllm doctor --model M --initial_peers ADDRESS",
     ),
     "demo": Command(
         "swarmllm.demo.__main__",
-        "a whole swarm on this machine, with the model that comes along",
+        "a whole swarm on this machine, with the package's small model",
         "swarmllm demo",
     ),
 }

@@ -90,14 +90,13 @@ if TYPE_CHECKING:
         Span,
         SwarmSnapshot,
     )
-    from swarmllm.decoding.processors import processors_before, processors_behind
-    from swarmllm.decoding.text_so_far import tokens_with
+    from swarmllm.decoding.processors import processors_before, processors_behind, tokens_with
     from swarmllm.models.architecture import (
         Task,
         cache_argument,
         decoder_stack,
+        has_vision,
         max_positions,
-        sees,
         task_of,
         text_config,
     )
@@ -121,7 +120,7 @@ __all__ = [  # noqa: RUF022 - in groups
     "DecodingOptions",
     # models
     "CHOICE_FIELDS", "COLDEST", "SCORE_FIELDS", "SPEECH_FIELDS", "TOKEN_FIELDS", "open_model", "preferred_stops",
-    "LocalFallback", "SoFar", "Task", "cache_argument", "decoder_stack", "max_positions", "sees", "task_of",
+    "LocalFallback", "SoFar", "Task", "cache_argument", "decoder_stack", "max_positions", "has_vision", "task_of",
     "text_config", "Checkpoint", "open_checkpoint",
     # sessions
     "InferenceSession", "RemoteCache",
@@ -149,7 +148,7 @@ _HOMES = {
     "cache_argument": "swarmllm.models.architecture",
     "decoder_stack": "swarmllm.models.architecture",
     "max_positions": "swarmllm.models.architecture",
-    "sees": "swarmllm.models.architecture",
+    "has_vision": "swarmllm.models.architecture",
     "task_of": "swarmllm.models.architecture",
     "text_config": "swarmllm.models.architecture",
     "Checkpoint": "swarmllm.models.checkpoint.checkpoint",
@@ -158,7 +157,7 @@ _HOMES = {
     "RemoteCache": "swarmllm.models.shell.remote_cache",
     "processors_before": "swarmllm.decoding.processors",
     "processors_behind": "swarmllm.decoding.processors",
-    "tokens_with": "swarmllm.decoding.text_so_far",
+    "tokens_with": "swarmllm.decoding.processors",
     "Connection": "swarmllm.client.view.connection",
     "SwarmView": "swarmllm.client.view.swarm_view",
     "RouteHop": "swarmllm.data_structures",

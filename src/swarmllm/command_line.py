@@ -284,7 +284,7 @@ def set_up_logging(default_level: str = "INFO") -> None:
     """Log to standard error: our messages at `SWARMLLM_LOG_LEVEL`, those of libraries from WARNING on."""
     name = default_log_level(default_level)
     if name not in logging.getLevelNamesMapping():
-        raise ConfigurationError(f"SWARMLLM_LOG_LEVEL={name} is no log level; use DEBUG, INFO, WARNING or ERROR")
+        raise ConfigurationError(f"SWARMLLM_LOG_LEVEL={name} is not a log level; use DEBUG, INFO, WARNING or ERROR")
     logging.basicConfig(
         level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr
     )

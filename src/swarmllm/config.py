@@ -137,7 +137,7 @@ def require_address(initial_peer: str) -> None:
             f"the initial peer {initial_peer!r} must look like /ip4/1.2.3.4/tcp/31337/p2p/12D3Koo..."
         )
     if odd := _NOT_BASE58.search(peer_id):
-        problem = f"holds {odd[0]!r}, which is in no peer id"
+        problem = f"holds {odd[0]!r}, which a peer id can't have"
     elif len(peer_id) != PEER_ID_CHARS:
         problem = f"has {len(peer_id)} characters instead of {PEER_ID_CHARS}"
     elif not peer_id.startswith(PEER_ID_PREFIX):

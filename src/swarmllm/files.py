@@ -79,7 +79,7 @@ def user_cache_dir() -> Path:
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """Read a text file. Drop the byte order mark, and end all lines with `\n`.
+    """Read a text file. Drop the byte order mark, and end all lines with `\\n`.
 
     Raises:
         ConfigurationError: it can't be read, is too large, or has an unknown encoding.
@@ -102,7 +102,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 
 def decoded(data: bytes, encoding: str, errors: str = "strict") -> str:
-    """Decode bytes by their byte order mark or in this encoding, and end all lines with `\n`.
+    """Decode bytes by their byte order mark or in this encoding, and end all lines with `\\n`.
 
     Raises:
         UnicodeDecodeError: they are in another encoding.

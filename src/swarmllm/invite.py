@@ -134,13 +134,13 @@ def _texts(fields: dict[str, Any], name: str) -> tuple[str, ...] | None:
     if values is None:
         return None
     if not isinstance(values, list) or len(values) > MAX_ENTRIES:
-        raise ValueError(f"its {name} is no list of at most {MAX_ENTRIES} entries")
+        raise ValueError(f"its {name} is not a list of at most {MAX_ENTRIES} entries")
     return tuple(map(_text, values))
 
 
 def _text(value: object) -> str:
     if not isinstance(value, str) or not value.isprintable() or not 0 < len(value) <= MAX_ENTRY_CHARS:
-        raise ValueError("one of its entries is no text, or too long")
+        raise ValueError("one of its entries is not text, or is too long")
     if is_invite(value):
         raise ValueError("it holds another invite")
     return value

@@ -29,7 +29,7 @@ from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 Result = list[Tensor]
 
 MAX_LENGTH = 1600
-"""Of sessions."""
+"""Tokens that a session may have."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Progress(StoppingCriteria):
     on_step: Callable[[int], object] = lambda steps: None
     times: list[float] = field(default_factory=list)
     session: Any = None
-    """Of the text, if it opened one itself."""
+    """The session of the text, if it opened one itself."""
 
     def begin(self) -> None:
         self.tick()
@@ -269,7 +269,7 @@ def _local() -> Any:
 
 @cache
 def expected(kind: Kind, variant: int) -> tuple[Result, int]:
-    """What the local model gives, and in how many steps."""
+    """The text or losses of the local model, and its number of steps."""
     progress = Progress()
     result = work(_local(), kind, variant, progress)
     return result, progress.steps

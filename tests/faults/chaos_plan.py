@@ -1,4 +1,4 @@
-"""What a chaos run does, from numbers alone: text N is the same in every run, so that one that fails can be run again.
+"""The plan of a chaos run, from numbers alone: text N is the same in every run, so a failed one can be run again.
 
 A text is generated (or trained on) by a swarm of a random layout, and disturbed at a random moment. Pure: no clock, no
 swarm. Used by `chaos_run`.
@@ -14,7 +14,7 @@ TEXTS_PER_LAYOUT = 20
 VARIANTS = 12
 """Prompts, and what else differs, of each kind."""
 PREFILL_SHARE = 0.25
-"""Of the texts: disturbed before the first token."""
+"""Share of the texts that are disturbed before the first token."""
 
 Blocks = tuple[int, int]
 """Half-open."""
@@ -38,7 +38,7 @@ class Kind(Enum):
 
 
 class Disturbance(Enum):
-    """What happens meanwhile; `chaos_swarm` does it."""
+    """An event during a text; `chaos_swarm` carries it out."""
 
     KILL = "KILL"
     TWO_KILLS = "two KILLs"
@@ -51,7 +51,7 @@ class Disturbance(Enum):
 
     @property
     def spares_servers(self) -> bool:
-        """Whether all of them serve on."""
+        """True if all of them serve on."""
         return self in (Disturbance.CLIENT_LEAVES, Disturbance.OUT_OF_MEMORY)
 
 
@@ -107,7 +107,7 @@ def _chain(choice: random.Random, length: int) -> list[Blocks]:
 
 
 def covers(spans: Iterable[Blocks]) -> bool:
-    """Whether somebody serves each block."""
+    """True if each block has a server."""
     served = {block for start, end in spans for block in range(start, end)}
     return len(served) == NUM_BLOCKS
 

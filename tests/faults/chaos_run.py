@@ -38,22 +38,22 @@ class Verdict(Enum):
 
 @dataclass
 class Outcome:
-    """What became of one text."""
+    """The outcome of one text."""
 
     text: Text
     verdict: Verdict = Verdict.RIGHT
     struck: bool = False
-    """Whether the disturbance came before the text was over."""
+    """True if the disturbance came before the text was over."""
     covered: bool = True
-    """Whether the servers that were left covered the model."""
+    """True if the servers that were left covered the model."""
     victims: Sequence[int] = ()
     felt: bool = False
-    """Whether this client met any failure."""
+    """True if this client met any failure."""
     struck_at: float = 0.0
     times: list[float] = field(default_factory=list)
     detail: str = ""
     defect: str = ""
-    """Of the swarm, found when it was mended."""
+    """Mistakes of the swarm, found when it was mended."""
     took_s: float = 0.0
     mended_s: float = 0.0
     """Seconds until the layout was whole again."""
@@ -106,7 +106,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def stacks() -> str:
-    """Of all threads."""
+    """Stack traces of all threads."""
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file)
         file.seek(0)

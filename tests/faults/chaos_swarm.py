@@ -50,7 +50,7 @@ class ChaosSwarm:
         self._layout = layout
         self._stack = ExitStack()
         self._servers: list[LocalServer] = []
-        """Of the layout's spans, in order."""
+        """The servers, in the order of the layout's spans."""
         self._failures: dict[str, Path] = {}
         self._frozen: list[psutil.Process] = []
         self._doomed: list[LocalServer] = []
@@ -224,7 +224,7 @@ def daemon_of(pid: int) -> psutil.Process:
 
 
 def last_lines(server: LocalServer, num_lines: int = 3) -> str:
-    """Of its log."""
+    """The last lines of its log."""
     return " | ".join(server.log_path.read_text(errors="replace").strip().splitlines()[-num_lines:])
 
 

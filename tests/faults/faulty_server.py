@@ -25,7 +25,7 @@ from swarmllm.server.streams.serving import Serving
 
 
 class Fault(Enum):
-    """What the server does from the moment at which the trigger exists, whenever it is asked to compute."""
+    """The server's behaviour in each computation, as soon as the trigger exists."""
 
     MODEST = "modest"  # nothing wrong, but it says that it is slow: routes lead to the boasters
     CRASH = "crash"  # SIGKILL in the middle of the computation

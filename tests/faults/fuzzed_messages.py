@@ -1,4 +1,4 @@
-"""What a hostile client says: valid conversations made wrong in some places, drawn from a seed. Used by the fuzzers.
+"""Messages of a hostile client: valid conversations made wrong in some places, drawn from a seed. Used by the fuzzers.
 
 Fields, types, sizes, tensors, order and ids are wrong; that of bytes and streams, `test_fuzzed_conversations` adds.
 """
@@ -49,7 +49,7 @@ ODD_VALUES: tuple[Any, ...] = (
 
 
 class Conversation:
-    """What a client could say on one stream, and what may be wrong with it."""
+    """The messages of a client on one stream, some of which are wrong."""
 
     def __init__(self, seed: int, stolen: list[str], hidden_size: int = 16) -> None:
         self.random = random.Random(seed)
@@ -153,7 +153,7 @@ class Conversation:
         return kind, header, tensors
 
     def _inner_field(self, kind: MessageType, header: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
-        """Of a successor, a patch or the like."""
+        """A wrong object: a successor, a patch or the like."""
         names = [name for name, value in header.items() if isinstance(value, dict | list) and value]
         if not names:
             return self._field(kind, header, tensors)

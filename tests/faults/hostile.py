@@ -101,7 +101,7 @@ class Server:
         """The handler's ends of the streams."""
         self._streams: dict[FrameStream, asyncio.Task[None]] = {}
         self.failures: list[BaseException] = []
-        """What handlers have raised: nothing may get that far."""
+        """Exceptions that handlers have raised: none may get that far."""
 
     async def _dial(self, successor: Successor) -> FrameStream:
         if successor.peer_id != SERVER:
@@ -251,7 +251,7 @@ def hidden_states(blocks: BlockSpan, length: int = 1) -> Tensor:
 
 
 def request_header(inputs: Tensor, span: Span = ALL, **fields: Any) -> dict[str, Any]:
-    """Of a request without a session."""
+    """The header of a sessionless request."""
     shape = {"batch_size": inputs.shape[0], "seq_len": inputs.shape[1]}
     return {"id": 1, "start": span.start, "end": span.end, **shape, **fields}
 
@@ -260,6 +260,51 @@ def resident_bytes() -> int:
     gc.collect()
     memory: int = psutil.Process().memory_info().rss
     return memory
+
+
+# Where tests look behind what a client or a server shows: nowhere else.
+
+
+def write_bytes(stream: FrameStream, data: bytes) -> None:
+    """Send what no client would."""
+    stream._write(data)
+
+
+def stop_reading(stream: FrameStream) -> None:
+    """From now on nothing that comes is read, nor pings answered."""
+    assert stream._transport is not None
+    stream._transport.pause_reading()
+
+
+def is_paused(stream: FrameStream) -> bool:
+    """True if so much waits that this end reads no more."""
+    return stream._inbox.is_paused
+
+
+def unsent_bytes(stream: FrameStream) -> int:
+    assert stream._transport is not None
+    return stream._transport.get_write_buffer_size()
+
+
+def held_bytes(server: Server, peer_id: str | None = None) -> int:
+    """Bytes that the server holds for this peer, or for all."""
+    held = server.access.limits._bytes
+    return sum(held.values()) if peer_id is None else held.get(peer_id, 0)
+
+
+def num_awaited(server: Server) -> int:
+    """Requests that wait for what another server pushes."""
+    return len(server.serving.pushes._waiting)
+
+
+def num_early(server: Server) -> int:
+    """Pushes that came before their request."""
+    return len(server.serving.pushes._early)
+
+
+def dials(server: Server) -> bool:
+    """True if the server has links, or is dialling for one."""
+    return bool(len(server.links) or server.links._dialling)
 
 
 async def hang_up(stream: FrameStream) -> None:

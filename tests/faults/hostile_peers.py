@@ -27,6 +27,8 @@ from typing import Any
 import msgpack
 import torch
 from fuzzed_messages import Conversation, wire
+from hostile import stop_reading, write_bytes
+from raw_peer import dht_node
 
 from swarmllm.data_structures import ModelRecord, ServerInfo
 from swarmllm.errors import SwarmError
@@ -45,7 +47,7 @@ NICE = 10
 LEAVING_S = 30.0
 """For attacks to take back what they have announced, after which the next phase begins in any case."""
 MAX_LENGTH = 128
-"""Of the sessions of a flood: 256 of them take half of a server's cache. Longer ones would take all of it, which
+"""Tokens of each session of a flood: 256 of them take half of a server's cache. Longer ones would take all of it, which
 docs/security.md says."""
 DEEP: Any = {"id": 1, "x": {}}
 for _ in range(400):
@@ -55,7 +57,7 @@ WIDE = {"id": 1, "x": [{}] * 30_000}
 
 @dataclass(frozen=True)
 class Swarm:
-    """Those that are attacked."""
+    """The swarm that is attacked."""
 
     servers: list[tuple[str, list[str]]]
     name: str
@@ -82,8 +84,8 @@ class Mallory:
         if greet:
             await hello(stream, fingerprint=self.swarm.fingerprint)
         if not reads:
-            if stream._transport is not None:
-                stream._transport.pause_reading()
+            if not stream.closed:
+                stop_reading(stream)
             return stream
         task = asyncio.create_task(swallow(stream))
         self._readers.add(task)
@@ -97,7 +99,7 @@ class Mallory:
                 yield number
 
     async def did(self, times_per_s: float) -> None:
-        """What it does, which it does at most so often."""
+        """Count an action, and wait: so many of them a second at most."""
         self.count += 1
         await asyncio.sleep(1 / times_per_s)
 
@@ -152,10 +154,10 @@ async def sends_byte_by_byte(mallory: Mallory) -> None:
     async for number in mallory.to_each():
         if len(streams) < 64:
             streams.append(await mallory.open(number))
-            streams[-1]._write(claim(MessageType.FORWARD, b"\x80", 100_000, 100_000))
+            write_bytes(streams[-1], claim(MessageType.FORWARD, b"\x80", 100_000, 100_000))
         for stream in streams:
             with suppress(SwarmError):
-                stream._write(b"x")
+                write_bytes(stream, b"x")
         await mallory.did(4)
 
 
@@ -163,23 +165,23 @@ async def sends_large_headers(mallory: Mallory) -> None:
     async for number in mallory.to_each():
         stream = await mallory.open(number)
         for header in (DEEP, WIDE):
-            stream._write(wire(MessageType.STEP, header))
+            write_bytes(stream, wire(MessageType.STEP, header))
             await mallory.did(4)
 
 
 async def claims_large_messages(mallory: Mallory) -> None:
     async for number in mallory.to_each():
         stream = await mallory.open(number, greet=mallory.count % 2 == 0)
-        stream._write(claim(MessageType.FORWARD, b"\x80", 1 << 18, 1 << 30))
+        write_bytes(stream, claim(MessageType.FORWARD, b"\x80", 1 << 18, 1 << 30))
         await mallory.did(10)
 
 
 async def leaves_messages_unfinished(mallory: Mallory) -> None:
     async for number in mallory.to_each():
         stream = await mallory.open(number)
-        stream._write(claim(MessageType.FORWARD, b"\x80", 1 << 20, 8 << 20) + bytes(1 << 20))
+        write_bytes(stream, claim(MessageType.FORWARD, b"\x80", 1 << 20, 8 << 20) + bytes(1 << 20))
         for _ in range(4):
-            stream._write(claim(MessageType.CONTINUE, b"", 1 << 20, 8 << 20) + bytes(1 << 20))
+            write_bytes(stream, claim(MessageType.CONTINUE, b"", 1 << 20, 8 << 20) + bytes(1 << 20))
             await mallory.did(4)
 
 
@@ -215,7 +217,7 @@ async def never_reads(mallory: Mallory) -> None:
     async for number in mallory.to_each():
         stream = await mallory.open(number, reads=False)
         for _ in range(50):
-            stream._write(wire(MessageType.OPEN, {"id": 1, "surprise": "x" * 100}) * 10)
+            write_bytes(stream, wire(MessageType.OPEN, {"id": 1, "surprise": "x" * 100}) * 10)
             await mallory.did(50)
 
 
@@ -223,7 +225,7 @@ async def talks_nonsense(mallory: Mallory) -> None:
     async for number in mallory.to_each():
         stream = await mallory.open(number)
         for message in Conversation(mallory.count, [], mallory.swarm.hidden_size).messages():
-            stream._write(wire(*message))
+            write_bytes(stream, wire(*message))
             await mallory.did(50)
 
 
@@ -236,8 +238,7 @@ async def floods_a_key(mallory: Mallory) -> None:
     small = [record(key, Identity.generate(), 500) for _ in range(256)]
     one = Identity.generate()
     large = [record(servers_key(f"{number:08}"), one, 8000) for number in range(128)]
-    assert mallory.peer._dht is not None
-    node = mallory.peer._dht._node
+    node = dht_node(mallory.peer)
     while True:
         await asyncio.sleep(0.1)  # there may be nobody in the table, if all were too busy to answer
         for target in list(node.protocol.routing_table.peer_id_to_uid):
@@ -318,7 +319,7 @@ async def accuses_others(mallory: Mallory) -> None:
 
 
 async def traits_of(mallory: Mallory, number: int) -> Any:
-    """What an honest server says of its blocks."""
+    """The traits that an honest server announces in its greeting."""
     peer_id, maddrs = mallory.swarm.servers[number]
     stream = await mallory.peer.open_stream(peer_id, [maddr.partition("/p2p/")[0] for maddr in maddrs])
     try:

@@ -1,4 +1,4 @@
-"""What was logged as a mistake of ours while a test ran: everything at the level ERROR, and what asyncio reports."""
+"""Mistakes of ours that were logged while a test ran: everything at the level ERROR, and all that asyncio reports."""
 
 import logging
 from collections.abc import Iterator

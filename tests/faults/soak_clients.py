@@ -27,7 +27,7 @@ class Token:
 
     client: int
     at: float
-    """Of `time.monotonic()`, which all processes of a machine share."""
+    """Times of `time.monotonic()`, which all processes of a machine share."""
     seconds: float
     """Since the one before; of a text's first one, since the client asked."""
     is_first: bool
@@ -42,7 +42,7 @@ class Ended:
     is_right: bool
     error: str = ""
     counts: Mapping[str, int] | None = None
-    """What its client has seen so far (`SwarmView.counts`)."""
+    """The counts of its client so far (`SwarmView.counts`)."""
 
 
 class _Tokens(BaseStreamer):

@@ -43,7 +43,7 @@ SETTLE_S = 3.0
 """After a hostile phase, before what is measured counts as undisturbed."""
 LOOK_S = 1.0
 PAUSE_S = 1.5
-"""Of a client after each text, so that two cores are not always busy: each text takes half a second of one."""
+"""Pause of a client after each text, so that two cores are not always busy: each text takes half a second of one."""
 LIARS = "liars"
 ALL = (*(attack.__name__ for attack in CLIENTS + MEMBERS), LIARS)
 """Kinds of hostile peers."""
@@ -55,13 +55,13 @@ class Phase:
     """With hostile peers, or without."""
 
     kinds: tuple[str, ...]
-    """Of hostile peers."""
+    """Kinds of hostile peers."""
     began_at: float
     ended_at: float = 0.0
     cpu_s: dict[str, float] = field(default_factory=dict)
-    """What each kind of process took of the cores."""
+    """Seconds of processor time by kind of process."""
     load: float = 0.0
-    """Of the machine at its end: processes that wait for a core, over the last minute."""
+    """Load of the machine at its end: processes that wait for a core, over the last minute."""
 
     @property
     def hostile(self) -> bool:
@@ -73,7 +73,7 @@ class Phase:
 
 @dataclass
 class Figures:
-    """What a run has shown."""
+    """The results of a run."""
 
     phases: list[Phase] = field(default_factory=list)
     tokens: list[Token] = field(default_factory=list)
@@ -83,7 +83,7 @@ class Figures:
     memory: dict[str, list[float]] = field(default_factory=dict)
     """Megabytes of each server and of its p2pd, look by look."""
     logged: list[str] = field(default_factory=list)
-    """What honest servers logged as mistakes."""
+    """Lines that honest servers logged as mistakes."""
     died: list[str] = field(default_factory=list)
     """Honest servers that have ended."""
 
@@ -94,11 +94,11 @@ class Figures:
 
     @property
     def failed(self) -> list[Ended]:
-        """Those that ended with one."""
+        """Texts that ended with an error."""
         return [text for text in self.texts if text.error]
 
     def seconds(self, *, hostile: bool) -> list[float]:
-        """Of all tokens of phases of that kind, sorted."""
+        """Times of all tokens of phases of that kind, sorted."""
         phases = [phase for phase in self.phases if phase.hostile is hostile]
         return sorted(token.seconds for token in self.tokens if any(phase.has(token.at) for phase in phases))
 
@@ -142,7 +142,7 @@ class HostilePeers:
         self._tell(" ".join(["on", *kinds]))
 
     def stop(self) -> Counter[str]:
-        """What they have done."""
+        """The number of their actions."""
         self._tell("off")
         return Counter(json.loads(self._answer()))
 
@@ -278,7 +278,7 @@ class Soak:
                 process.join()
 
     def _settings(self, honest: Sequence[str]) -> list[dict[str, Any]]:
-        """Of each client: most block the liar, one allows the honest alone, one checks every step."""
+        """Settings of each client: most block the liar, one allows the honest alone, one checks every step."""
         liar = Identity.load_or_create(self._liars[Fault.LIE]).peer_id
         settings: list[dict[str, Any]] = [{"blocked_servers": (liar,)} for _ in range(self._num_clients)]
         settings[-1] = {"verify_fraction": 1.0}

@@ -44,14 +44,14 @@ OnSend = Callable[["Server", MessageType, dict[str, Any], Any], tuple[MessageTyp
 
 
 class Blocks:
-    """Those of a checkpoint, loaded once for each span, and the event loop and device thread of all swarms."""
+    """The blocks of a checkpoint, loaded once for each span, and the event loop and device thread of all swarms."""
 
     def __init__(self, directory: Path) -> None:
         self._checkpoint = open_checkpoint(str(directory))
         self._loaded: dict[Span, BlockSpan] = {}
         self.num_blocks = self._checkpoint.num_blocks
         self.loop = EventLoop("swarm-in-process")
-        self.device_thread: DeviceThread = self.loop.run(self._new_device_thread())
+        self.device_thread: DeviceThread = self.loop.run_coroutine(self._new_device_thread())
 
     async def _new_device_thread(self) -> DeviceThread:
         return DeviceThread(Budget(pause_s=0.0))
@@ -66,7 +66,7 @@ class Blocks:
         return self.of(Span(0, self.num_blocks))
 
     def close(self) -> None:
-        self.loop.run(self._close())
+        self.loop.run_coroutine(self._close())
         self.loop.close()
 
     async def _close(self) -> None:
@@ -141,7 +141,7 @@ class InProcessSwarm:
         self.on_message: Callable[[Server, Message], object] = lambda server, message: None
         """Called when a server takes a message, before it does anything with it."""
         self.on_send: OnSend = lambda server, kind, header, chunks: (kind, header, chunks)
-        """What a server really says when it wants to say this."""
+        """Called when a server sends a message; it sends what this returns."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._config = ClientConfig(**config)
         self.servers: list[Server] = []
@@ -153,13 +153,13 @@ class InProcessSwarm:
 
     def __enter__(self) -> Self:
         self._no_daemon.__enter__()
-        self.blocks.loop.run(self._start())
+        self.blocks.loop.run_coroutine(self._start())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.blocks.loop.run(self._stop())
+        self.blocks.loop.run_coroutine(self._stop())
         self._no_daemon.__exit__(kind, error, trace)
 
     async def _start(self) -> None:
@@ -198,7 +198,7 @@ class InProcessSwarm:
         async def die() -> None:
             server.die()
 
-        self.blocks.loop.run(die())
+        self.blocks.loop.run_coroutine(die())
 
     def server(self, peer_id: str) -> Server:
         return next(server for server in self.servers if server.peer_id == peer_id)
@@ -210,7 +210,7 @@ class InProcessSwarm:
         return RouteHop(self.servers[server].info, Span(start, end))
 
     def first_route(self, route: Sequence[RouteHop]) -> None:
-        """What the client finds when it looks for the first time; later it finds what is best."""
+        """Have the client find this route first, and the best route later."""
         found = self.view.routes.find
 
         async def find_route(*_: Any) -> list[RouteHop]:
@@ -302,7 +302,7 @@ class _Directory:
 
 
 class Reference:
-    """What a session's steps give where all blocks are in one place."""
+    """The outputs of a session's steps where all blocks are in one place."""
 
     def __init__(self, blocks: BlockSpan) -> None:
         self._blocks = blocks

@@ -1,4 +1,4 @@
-"""What one server says of another: nobody is avoided for it, and who says it again and again is at fault himself.
+"""Accusations of one server by another: nobody is avoided for them, and repeated ones are the accuser's own fault.
 
 In process, with the real client.
 """
@@ -67,7 +67,7 @@ def assert_steps_go_on(blocks: Blocks, swarm: InProcessSwarm) -> None:
             torch.testing.assert_close(session.step(given), reference.step(given))
 
 
-def test_who_is_accused_and_gone_is_blamed(blocks: Blocks) -> None:
+def test_an_accused_server_that_is_gone_is_blamed(blocks: Blocks) -> None:
     """Its neighbour was faster to say so than this client's own stream to break."""
     with InProcessSwarm(blocks, TWICE, announced=SLOWER, min_gain_to_move=1, compression="none") as swarm:
         swarm.first_route([swarm.hop(*hop) for hop in FIRST])
@@ -86,7 +86,7 @@ def test_who_is_accused_and_gone_is_blamed(blocks: Blocks) -> None:
                         await asyncio.sleep(0)
                     await hops.look_after_accused(timeout_s=60)
 
-            blocks.loop.run(look())
+            blocks.loop.run_coroutine(look())
         assert swarm.view.blamed == {victim.peer_id}
 
 

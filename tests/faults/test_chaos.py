@@ -12,7 +12,7 @@ from chaos_plan import NUM_BLOCKS, TEXTS_PER_LAYOUT, Disturbance, Kind, covers, 
 from chaos_run import run_layout
 
 QUICK = (102, 103, 104, 115, 119)
-"""Of a layout of three servers: a client leaves, out of memory, KILL, p2pd KILL, KILL while an adapter drops out."""
+"""Texts on three servers: a client leaves, out of memory, KILL, p2pd KILL, KILL while an adapter drops out."""
 
 
 def check(numbers: Iterable[int]) -> None:

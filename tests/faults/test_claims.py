@@ -36,7 +36,7 @@ LIES: dict[str, dict[str, Any]] = {
 
 
 class Greetings:
-    """What some servers say of their blocks instead of the truth, and what every server was sent."""
+    """False claims of some servers about their blocks, and a record of all that servers were sent."""
 
     def __init__(self, swarm: InProcessSwarm, lies: dict[int, dict[str, Any]]) -> None:
         self._lies = {swarm.servers[number].peer_id: lie for number, lie in lies.items()}
@@ -85,7 +85,7 @@ def test_a_lie_about_the_blocks_is_its_teller_s_fault(
         honest, liar = swarm.traits, swarm.servers[0].peer_id
         greetings = Greetings(swarm, {0: LIES[lie]})
         with caplog.at_level(logging.WARNING):
-            assert blocks.loop.run(new_traits(swarm)) == honest
+            assert blocks.loop.run_coroutine(new_traits(swarm)) == honest
             check_session(swarm)
             check_session(swarm)
         assert liar in swarm.view.blamed
@@ -112,7 +112,7 @@ def test_where_only_liars_serve_it_says_so(blocks: Blocks, lie: str) -> None:
     with InProcessSwarm(blocks, [(0, 3), (3, 6)], route_timeout_s=0.1) as swarm:
         greetings = Greetings(swarm, {1: LIES[lie]})
         with pytest.raises(MissingBlocksError, match=r"nobody serves blocks \[?3.* which is not so for this model"):
-            blocks.loop.run(new_traits(swarm))
+            blocks.loop.run_coroutine(new_traits(swarm))
         assert greetings.taken[swarm.servers[1].peer_id] == {MessageType.HELLO}
 
 
@@ -121,12 +121,12 @@ def test_servers_that_can_do_less_are_followed_only_where_nobody_else_is(blocks:
     with InProcessSwarm(blocks, [(0, 3), (0, 3), (3, 6)], announced=[FAST, {}, {}]) as swarm:
         honest, weak = swarm.traits, swarm.servers[0]
         greetings = Greetings(swarm, {0: {lack: False}})
-        assert blocks.loop.run(new_traits(swarm)) == honest
+        assert blocks.loop.run_coroutine(new_traits(swarm)) == honest
         check_session(swarm)
         assert greetings.taken[weak.peer_id] == {MessageType.HELLO}
         swarm.kill(swarm.servers[1])
         swarm.servers[1].listed = False
-        assert blocks.loop.run(new_traits(swarm)) == honest.model_copy(update={lack: False})
+        assert blocks.loop.run_coroutine(new_traits(swarm)) == honest.model_copy(update={lack: False})
         check_session(swarm)
         assert MessageType.STEP in greetings.taken[weak.peer_id]
 
@@ -138,7 +138,7 @@ def test_claims_that_only_concern_the_server_itself(blocks: Blocks, lie: str) ->
     with InProcessSwarm(blocks, [(0, 3), (3, 6)]) as swarm:
         honest = swarm.traits
         Greetings(swarm, {0: lies[lie]})
-        assert blocks.loop.run(new_traits(swarm)) == honest
+        assert blocks.loop.run_coroutine(new_traits(swarm)) == honest
         check_session(swarm)
         assert swarm.view.blamed == set()
 
@@ -146,11 +146,11 @@ def test_claims_that_only_concern_the_server_itself(blocks: Blocks, lie: str) ->
 def test_a_model_that_cannot_be_tried_here_needs_servers_that_the_user_trusts(blocks: Blocks) -> None:
     with InProcessSwarm(blocks, [(0, 3), (3, 6)]) as swarm:
         with pytest.raises(ConfigurationError, match="name the servers that you trust in allowed_servers"):
-            blocks.loop.run(new_traits(swarm, own=False))
+            blocks.loop.run_coroutine(new_traits(swarm, own=False))
         trusted = tuple(server.peer_id for server in swarm.servers)
     with InProcessSwarm(blocks, [(0, 3), (3, 6)], allowed_servers=trusted) as swarm:
         honest = swarm.traits
-        assert blocks.loop.run(new_traits(swarm, own=False)) == honest
+        assert blocks.loop.run_coroutine(new_traits(swarm, own=False)) == honest
         check_session(swarm)
 
 
@@ -174,7 +174,7 @@ def test_a_server_that_claims_to_take_little_at_once_stops_no_batch(
         run_batch(swarm, 9)
         assert MessageType.FORWARD not in taken[swarm.servers[0].peer_id]
         swarm.servers[1].listed = swarm.servers[2].listed = False
-        blocks.loop.run(swarm.view.look_ups.refresh())
+        blocks.loop.run_coroutine(swarm.view.look_ups.refresh())
         if layout[0] == (0, 6):
             with pytest.raises(ConfigurationError, match="one sample of 9 tokens is above the servers' limit of 1"):
                 run_batch(swarm, 9)

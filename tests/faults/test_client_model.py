@@ -148,11 +148,11 @@ class ClientModel(RuleBasedStateMachine):
             server for server, lies in zip(self.swarm.servers[len(HONEST) :], hostile, strict=False) if lies
         }
         self.at_step: list[Callable[[Server, Message], None]] = []
-        """What happens at the next step that any server takes, all in their order, one at a time."""
+        """Events at the next step that any server takes, one at a time, in order."""
         self.slanders: list[Callable[[Server, Message], None]] = []
-        """What a hostile server says when it takes its next step, the same way."""
+        """Answers of a hostile server to its next steps, in the same way."""
         self.lies: list[Callable[[Any], Any]] = []
-        """What becomes of the next result of a hostile server, in their order, one at a time."""
+        """Changes of the next results of a hostile server, one at a time, in order."""
         self.swarm.on_message, self.swarm.on_send = self._on_message, self._on_send
         self.open_texts: list[Text] = []
         text = self.open_session(batch_size)
@@ -160,7 +160,7 @@ class ClientModel(RuleBasedStateMachine):
         return text
 
     def _go_on(self) -> None:
-        """What has happened to servers shows when somebody wants something of them."""
+        """Step in all texts: a failure of a server shows when a client asks it for something."""
         for text in self.open_texts:
             self.step(text, 1)
 
@@ -197,7 +197,7 @@ class ClientModel(RuleBasedStateMachine):
 
     @rule(text=texts, length=st.integers(1, 7))
     def step_again(self, text: Text, length: int) -> None:
-        """What a client does most."""
+        """A step, the most usual action of a client."""
         self.step(text, length)
 
     @rule(text=texts, share=st.floats(0, 1))
@@ -250,19 +250,19 @@ class ClientModel(RuleBasedStateMachine):
                 self.hostile.add(server)
             await self.swarm.view.look_ups.refresh()
 
-        self.blocks.loop.run(join())
+        self.blocks.loop.run_coroutine(join())
 
     @rule(number=server_numbers, speed=st.sampled_from([0.01, 1.0, 100.0]))
     def change_speed(self, number: int, speed: float) -> None:
         """Sessions may move then."""
         server = self._server(number)
         server.info = server.info.model_copy(update={"decode_ms_per_block": speed})
-        self.blocks.loop.run(self.swarm.view.look_ups.refresh())
+        self.blocks.loop.run_coroutine(self.swarm.view.look_ups.refresh())
         self._go_on()
 
     @rule(number=server_numbers, stream=st.integers(0, 20), later=st.booleans(), goes_on=st.booleans())
     def cut_stream(self, number: int, stream: int, later: bool, goes_on: bool) -> None:
-        """Of a client or of another server."""
+        """Cut a stream to a client or to another server."""
         server = self._server(number)
 
         def cut(*_: Any) -> None:
@@ -276,7 +276,7 @@ class ClientModel(RuleBasedStateMachine):
         if later:
             self.at_step.append(cut)
         else:
-            self.blocks.loop.run(cut_now())
+            self.blocks.loop.run_coroutine(cut_now())
         if goes_on:
             self._go_on()
 

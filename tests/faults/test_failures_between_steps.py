@@ -1,4 +1,4 @@
-"""What fails while nothing is under way: no server answers the steps of an epoch that has failed, so none may be sent.
+"""Failures while nothing is under way: no server answers steps of a chain version that has failed, so none may be sent.
 
 In process. Where that goes wrong, the client waits for as long as a step may take, and then blames somebody.
 """
@@ -192,7 +192,7 @@ def test_a_link_that_carries_nothing_one_way_is_left(blocks: Blocks, monkeypatch
                 given = torch.randn(1, length, blocks.all.embedding_dim)
                 assert torch.allclose(session.step(given), reference.step(given), atol=1e-4)
                 if length == 5:
-                    blocks.loop.run(lose())
+                    blocks.loop.run_coroutine(lose())
         assert swarm.view.counts["accusations"] == 1
         assert swarm.view.counts[PeerTimeoutError.code] == 0
         assert not swarm.view.blamed

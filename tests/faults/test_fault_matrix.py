@@ -111,6 +111,8 @@ QUICK = {
     (decode, Fault.DEAD_THREAD, "first"),
     (decode, Fault.OUT_OF_MEMORY, "middle"),
     (training_forward, Fault.OUT_OF_MEMORY, "last"),
+    (training_forward, Fault.CRASH, "first"),
+    (decode, Fault.FREEZE, "middle"),
 }
 """Run on every commit; the others are slow."""
 

@@ -1,4 +1,4 @@
-"""What hostile servers say, by the hundred thousand messages: to clients that ask them, and to servers they pass on to.
+"""Answers of hostile servers, by the hundred thousand messages: to clients, and to servers that they pass on to.
 
 Each game has a client whose ways lead through hostile servers: first, last, alone, or beside honest ones. What these
 would say is changed in fields, types, tensors, ids, bytes and order, left out, repeated, or comes after things that
@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from fuzzed_messages import ODD_VALUES, Conversation, wire
+from hostile import held_bytes, num_awaited
 from mistakes import logged_mistakes
 from swarm_in_process import Blocks, InProcessSwarm, Reference, Server
 
@@ -38,7 +39,7 @@ HIDDEN = 64
 SPANS = [(0, 3), (3, 6), (0, 3), (3, 6), (0, 6)]
 HONEST, ALL = (0, 1), (0, 1, 2, 3, 4)
 WAYS = ((2, 1), (0, 3), (2, 3), (4,), ALL)
-"""What the client of a game may use: servers 2, 3 and 4 are hostile."""
+"""Spans that the client of a game may use: servers 2, 3 and 4 are hostile."""
 END_S = 120.0
 Said = tuple[MessageType, dict[str, Any], bytes]
 
@@ -73,7 +74,7 @@ class HostileSwarm(InProcessSwarm):
     # ------------------------------------------------------------------ what hostile servers say
 
     def instead_of(self, kind: MessageType, header: dict[str, Any], payload: bytes) -> Iterator[bytes]:
-        """What is written in place of this message."""
+        """The bytes written in place of this message."""
         random = self.random
         if random is None:
             yield wire(kind, header, payload)
@@ -191,7 +192,7 @@ class Victim:
             verify_fraction=self._random.choice((0.0, 0.0, 0.5)),
         )
         self._loop = swarm.blocks.loop
-        self._view: SwarmView = self._loop.run(swarm.new_view())
+        self._view: SwarmView = self._loop.run_coroutine(swarm.new_view())
         self._batches = BatchRunner(self._view, swarm.traits)
         self._session: InferenceSession | None = None
         self._version = 0
@@ -205,7 +206,7 @@ class Victim:
     def close(self) -> None:
         if self._session is not None:
             self._session.close()
-        self._loop.run(self._close())
+        self._loop.run_coroutine(self._close())
 
     async def _close(self) -> None:
         self._batches.close()
@@ -224,7 +225,7 @@ class Victim:
         return torch.randn(1, self._random.choice((1, 1, 1, 4, 9)), HIDDEN)
 
     def _traits(self) -> None:
-        self._loop.run(self._view.traits())
+        self._loop.run_coroutine(self._view.traits())
 
     def _step(self) -> None:
         given = self._given()
@@ -309,8 +310,8 @@ def fuzz(blocks: Blocks, count: int, seed: int, mistakes: list[str]) -> None:
             return (
                 [server.sessions.budget.leased_bytes for server in swarm.servers] == leased
                 and len(blocks.loop._tasks) <= num_tasks
-                and not any(server.serving.pushes._waiting for server in swarm.servers)
-                and not any(server.access.limits._bytes for server in swarm.servers)
+                and not any(num_awaited(server) for server in swarm.servers)
+                and not any(held_bytes(server) for server in swarm.servers)
                 and not blocks.device_thread.num_calls
             )
 

@@ -22,8 +22,12 @@ from hostile import (
     HonestClient,
     Server,
     hang_up,
+    held_bytes,
+    num_awaited,
     serving,
     step_header,
+    stop_reading,
+    write_bytes,
 )
 from mistakes import logged_mistakes
 
@@ -39,7 +43,7 @@ CALLERS = (MALLORY, MALLORY, EVE, SERVER)
 HONEST_SESSION = "honest".ljust(32, "0")
 HELLO = {"min_version": 1, "max_version": 1, "software": "", "fingerprint": FINGERPRINT, "encodings": ["int8"]}
 GAMES_PER_STEP = 4
-"""Of the honest client: each costs as much as a game."""
+"""Games for each step of the honest client: a step costs as much as a game."""
 MEMORY_SLACK_BYTES = 48 << 20
 """Allocators don't give everything back; a leak of a hundred thousand messages would be larger."""
 
@@ -62,7 +66,7 @@ class Caller:
     def __init__(self, stream: FrameStream, random: Random) -> None:
         self.stream = stream
         self.waiting = bytearray()
-        """What it is going to write."""
+        """Bytes that it is going to write."""
         self._random = random
         self._reading: asyncio.Task[None] | None = None
 
@@ -84,8 +88,8 @@ class Caller:
     def listen(self) -> None:
         """Or not."""
         if self._random.random() < 0.1:
-            if self.stream._transport is not None:
-                self.stream._transport.pause_reading()
+            if not self.stream.closed:
+                stop_reading(self.stream)
         else:
             self._reading = asyncio.create_task(self._read())
 
@@ -120,7 +124,7 @@ class Caller:
     def write_some(self) -> None:
         size = len(self.waiting) if self._random.random() < 0.7 else self._random.randint(1, len(self.waiting))
         with suppress(SwarmError):  # the server has ended the stream
-            self.stream._write(bytes(self.waiting[:size]))
+            write_bytes(self.stream, bytes(self.waiting[:size]))
         del self.waiting[:size]
 
     async def leave(self, server: Server) -> None:
@@ -153,7 +157,7 @@ def in_frames(kind: MessageType, header: dict[str, object], payload: bytes, rand
 
 
 def theft(random: Random, hidden_size: int) -> tuple[bytes, bytes]:
-    """What only the owner and the predecessor of a session may ask, after a token that is none."""
+    """Requests that only the owner and the predecessor of a session may make, after a wrong token."""
     about: dict[str, object] = {"id": 1, "session": HONEST_SESSION}
     attach = wire(MessageType.ATTACH, about | {"token": random.choice((HONEST_SESSION, "0" * 32))})
     match random.randrange(3):
@@ -204,12 +208,12 @@ async def play(server: Server, seed: int) -> int:
 
 
 async def check_nothing_left(server: Server, leased: int) -> None:
-    """Of any game."""
+    """Nothing is left of any game."""
     limits = server.access.limits
     async with asyncio.timeout(120):
         # The streams are the honest client's, and the link of the server to itself.
         while (  # noqa: ASYNC110
-            limits._bytes
+            held_bytes(server)
             or server.handler._intake.num_bytes
             or limits.num_streams() > 2
             or server.device_thread.num_calls
@@ -217,7 +221,7 @@ async def check_nothing_left(server: Server, leased: int) -> None:
             await asyncio.sleep(0.001)
     assert [session.id for session in server.sessions] == [HONEST_SESSION]
     assert server.budget.leased_bytes == leased
-    assert not server.serving.pushes._waiting
+    assert not num_awaited(server)
 
 
 async def fuzz(blocks: BlockSpan, count: int, seed: int, mistakes: list[str]) -> None:

@@ -38,29 +38,29 @@ async def new_traits(swarm: InProcessSwarm) -> BlockTraits:
 
 
 def test_ghost_traits(blocks: Blocks) -> None:
-    """What a record says of the blocks changes nothing: only servers of the route do, when they are greeted."""
+    """A record's claims about blocks change nothing. Only servers of the route count, when they are greeted."""
     with InProcessSwarm(blocks, [(0, 3), (3, 6)]) as swarm:
         honest = swarm.traits
         swarm.ghosts = [ghost(number, traits=LIES) for number in range(3)]
-        swarm.traits = blocks.loop.run(new_traits(swarm))
+        swarm.traits = blocks.loop.run_coroutine(new_traits(swarm))
         assert swarm.traits == honest
         check_session(swarm)
         # Nor do lying records of servers that are there.
         for server in swarm.servers:
             server.info = server.info.model_copy(update={"traits": LIES})
-        assert blocks.loop.run(new_traits(swarm)) == honest
+        assert blocks.loop.run_coroutine(new_traits(swarm)) == honest
 
 
 def test_a_flood_of_ghosts_stops_no_client(blocks: Blocks) -> None:
     """More of them than a step has retries, each faster than anybody, before the client has met a server."""
     with InProcessSwarm(blocks, [(0, 3), (3, 6)], max_retries=2) as swarm:
         swarm.ghosts = [ghost(number) for number in range(40)]
-        swarm.traits = blocks.loop.run(new_traits(swarm))
+        swarm.traits = blocks.loop.run_coroutine(new_traits(swarm))
         check_session(swarm)
         assert not swarm.view.counts["repairs"]
 
 
-def test_who_lives_is_found_behind_the_dead(blocks: Blocks) -> None:
+def test_a_living_server_is_found_behind_dead_ones(blocks: Blocks) -> None:
     """It was refuted itself, and has been at fault more often than they: they would have been tried before."""
     span = (0, blocks.num_blocks)
     with InProcessSwarm(blocks, [span, span], route_timeout_s=5.0) as swarm, swarm.session() as session:
@@ -70,7 +70,7 @@ def test_who_lives_is_found_behind_the_dead(blocks: Blocks) -> None:
         (hop,) = session.route
         (other,) = (server for server in swarm.servers if server.peer_id != hop.server.peer_id)
         swarm.ghosts = [ghost(number) for number in range(20)]
-        blocks.loop.run(view.look_ups.refresh())
+        blocks.loop.run_coroutine(view.look_ups.refresh())
         for peer_id in (*(one.peer_id for one in swarm.ghosts), other.peer_id, other.peer_id):
             view.health.report(PeerUnreachableError("gone", peer_id), time.monotonic())
             view.look_ups.verified._verdicts[peer_id] = _Verdict(None, time.monotonic() - AGAIN_S)
@@ -83,7 +83,7 @@ def test_ghosts_that_come_later_interrupt_no_session(blocks: Blocks) -> None:
     with InProcessSwarm(blocks, [(0, 3), (3, 6)], max_retries=0, update_period_s=0.001, ping_period_s=0.001) as swarm:
         check_session(swarm)
         swarm.ghosts = [ghost(number) for number in range(40)]
-        blocks.loop.run(swarm.view.look_ups.refresh())
+        blocks.loop.run_coroutine(swarm.view.look_ups.refresh())
         for _ in range(5):
             check_session(swarm)
         assert not swarm.view.blamed
@@ -94,7 +94,7 @@ def test_ghosts_alone_are_named_in_the_end(blocks: Blocks) -> None:
         swarm.servers[1].listed = False
         swarm.ghosts = [ghost(0, 3), ghost(1, 3)]
         with pytest.raises(MissingBlocksError, match="blocks 3:6") as caught:
-            blocks.loop.run(new_traits(swarm))
+            blocks.loop.run_coroutine(new_traits(swarm))
         assert caught.value.block_idxs == (3, 4, 5)
 
 
@@ -102,7 +102,7 @@ def test_a_boast_takes_no_batches_from_others(blocks: Blocks) -> None:
     announced = [{"throughput": 1e9}, {"throughput": 100.0}, {"throughput": 100.0}]
     with InProcessSwarm(blocks, [(0, 6)] * 3, announced=announced) as swarm:
         for server in swarm.servers:
-            blocks.loop.run(swarm.view.look_ups.verified.greet(server.info))
-        routes = blocks.loop.run(swarm.view.routes.parallel(Span(0, 6), 128, 3))
+            blocks.loop.run_coroutine(swarm.view.look_ups.verified.greet(server.info))
+        routes = blocks.loop.run_coroutine(swarm.view.routes.parallel(Span(0, 6), 128, 3))
         assert len(routes) == 2 + 1
         assert min(share for _, share in routes) > 1 / 20

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgpack
 import pytest
+from raw_peer import dht_node
 
 from swarmllm.data_structures import ModelRecord, ServerInfo
 from swarmllm.network.p2p import dht_protocol
@@ -35,12 +36,12 @@ class Swarm:
 
     async def flood(self, target: Peer, records: Iterable[dht_protocol.SentRecord], *, in_one: int = 256) -> list[bool]:
         """Store these at one node, that many in a message."""
-        protocol, taken = node_of(self.mallory).protocol, []
+        protocol, taken = dht_node(self.mallory).protocol, []
         records = list(records)
         for start in range(0, len(records), in_one):
             some = records[start : start + in_one]
             stored = await protocol.call_store(
-                node_of(target).peer_id,
+                dht_node(target).peer_id,
                 [dht_protocol.DHTID.from_bytes(one.key) for one in some],
                 [one.value for one in some],
                 [one.expiration_time for one in some],
@@ -51,11 +52,6 @@ class Swarm:
 
     async def found(self, reader: Peer) -> tuple[ServerInfo, ...]:
         return await BlockDirectory(reader).servers(FINGERPRINT)
-
-
-def node_of(peer: Peer) -> Any:
-    assert peer._dht is not None
-    return peer._dht._node
 
 
 def ghost(key: str = KEY, *, identity: Identity | None = None, num_bytes: int = 8000, ttl_s: float = 800.0) -> Any:
@@ -95,10 +91,10 @@ async def test_key_flood_in_answers(swarm: Swarm, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(dht_protocol, "MAX_CHECKS_PER_ANSWER", 100)
     records = {msgpack.unpackb(one.subkey): one for one in (ghost(num_bytes=500) for _ in range(300))}
     stored = {owner: StoredRecord(one.value, one.expiration_time) for owner, one in records.items()}
-    kept = node_of(swarm.mallory).protocol.storage.records
+    kept = dht_node(swarm.mallory).protocol.storage.records
     monkeypatch.setattr(kept, "find", lambda *_: stored)
     async with await Peer.create(initial_peers=swarm.first.join_maddrs, client_mode=True) as client:
-        checked = node_of(client).protocol.record_validator
+        checked = dht_node(client).protocol.record_validator
         assert swarm.info in await swarm.found(client)
         assert checked.num_checked < 110
 
@@ -114,11 +110,11 @@ async def test_dht_stall(swarm: Swarm) -> None:
     own = [ghost(servers_key(f"{number:08}"), identity=swarm.mallory._identity) for number in range(64)]
     taken = await swarm.flood(swarm.first, own, in_one=4)
     assert sum(taken) == MAX_KEYS_PER_OWNER
-    records = node_of(swarm.first).protocol.storage.records
+    records = dht_node(swarm.first).protocol.storage.records
     assert records.num_bytes < (MAX_KEYS_PER_OWNER + 2) * (8192 + RECORD_OVERHEAD_BYTES)
     async with await Peer.create(initial_peers=swarm.first.join_maddrs) as late:
         assert await swarm.found(late) == (swarm.info,)
-        assert len(node_of(late).protocol.storage.records) == 0
+        assert len(dht_node(late).protocol.storage.records) == 0
 
 
 async def test_keys_of_another_kind_are_not_kept(swarm: Swarm) -> None:
@@ -126,17 +122,17 @@ async def test_keys_of_another_kind_are_not_kept(swarm: Swarm) -> None:
     identity = swarm.mallory._identity
     names = ["swarmllm.v1.files", "swarmllm.v1.servers.short", "swarmllm.v1.servers.with a space", "swarmllm.v1.models"]
     assert not any(await swarm.flood(swarm.first, [ghost(name, identity=identity) for name in names], in_one=4))
-    protocol, record = node_of(swarm.mallory).protocol, ghost(identity=identity)
+    protocol, record = dht_node(swarm.mallory).protocol, ghost(identity=identity)
     key = dht_protocol.DHTID.from_bytes(record.key)
     stored = await protocol.call_store(
-        node_of(swarm.first).peer_id, [key], [record.value], [record.expiration_time], [identity.peer_id], True
+        dht_node(swarm.first).peer_id, [key], [record.value], [record.expiration_time], [identity.peer_id], True
     )
     assert stored == [False]
 
 
 async def test_a_node_stands_where_its_peer_id_puts_it(swarm: Swarm) -> None:
     """Nobody chooses a place in the DHT, near a key that it wants to hide, or many of them."""
-    mallory, first = node_of(swarm.mallory), node_of(swarm.first)
+    mallory, first = dht_node(swarm.mallory), dht_node(swarm.first)
     table = first.protocol.routing_table
     assert table.peer_id_to_uid[mallory.peer_id] == node_id_of(mallory.peer_id)
     for number in range(50):
@@ -144,7 +140,9 @@ async def test_a_node_stands_where_its_peer_id_puts_it(swarm: Swarm) -> None:
         await mallory.protocol.call_ping(first.peer_id)
     assert swarm.first.is_neighbour(swarm.server.peer_id)
     assert not swarm.first.is_neighbour(Identity.generate().peer_id)
-    assert table.uid_to_peer_id == {node_id_of(node.peer_id): node.peer_id for node in (mallory, node_of(swarm.server))}
+    assert table.uid_to_peer_id == {
+        node_id_of(node.peer_id): node.peer_id for node in (mallory, dht_node(swarm.server))
+    }
 
 
 # ---------------------------------------------------------------------- replayed records
@@ -165,7 +163,7 @@ class Replayer(RecordValidator):
 
 
 async def test_replayed_record() -> None:
-    """What a peer said earlier, with its own signature, replaces neither what it said later nor that it has left."""
+    """An old record of a peer, with its own signature, replaces neither a newer record nor its withdrawal."""
     key, model = servers_key(FINGERPRINT), ModelRecord(name="tiny", fingerprint=FINGERPRINT, num_blocks=2)
     async with await Peer.create() as first:
         victim = await Peer.create(initial_peers=first.join_maddrs)
@@ -175,9 +173,7 @@ async def test_replayed_record() -> None:
             earlier = ServerInfo(peer_id=victim.peer_id, addrs=victim.addrs, start=0, end=1)
             await said.announce(model, earlier)
             assert await reader.servers(FINGERPRINT) == (earlier,)
-            assert first._dht is not None
-            assert mallory._dht is not None
-            storage, node = first._dht._node.protocol.storage, mallory._dht._node
+            storage, node = dht_node(first).protocol.storage, dht_node(mallory)
             recorded = storage.get(type(node.node_id).generate(key)).value.get(victim.peer_id)
 
             async def replay(ttl_s: float) -> None:

@@ -18,9 +18,13 @@ from hostile import (
     Server,
     answer,
     ask,
+    dials,
     error_code,
     hang_up,
+    held_bytes,
     hidden_states,
+    num_awaited,
+    num_early,
     open_header,
     opened,
     request_header,
@@ -65,13 +69,12 @@ async def waiting(server: Server, source: str = MALLORY, **fields: Any) -> Frame
     """A client whose request waits for what `source` pushes."""
     stream = await server.connect(HONEST)
     await send(stream, MessageType.FORWARD, request(SECOND, source=source, **fields))
-    await until(lambda: server.serving.pushes._waiting)
+    await until(lambda: num_awaited(server))
     return stream
 
 
 async def assert_nothing_is_left(server: Server) -> None:
-    kept = server.serving.pushes
-    await until(lambda: not (server.access.limits._bytes or kept._waiting or kept._early))
+    await until(lambda: not (held_bytes(server) or num_awaited(server) or num_early(server)))
 
 
 @pytest.mark.parametrize("lean", [False, True])
@@ -88,7 +91,7 @@ async def test_what_is_passed_on(blocks: BlockSpan, lean: bool, early: bool) -> 
         assert first.header["pushed"]
         assert bool(first.header["tensors"]) is not lean
         if early:
-            await until(lambda: server.serving.pushes._early)
+            await until(lambda: num_early(server))
             await send(other, MessageType.FORWARD, request(SECOND, source=SERVER))
         assert torch.equal(result(await answer(other)), expected)
         await assert_nothing_is_left(server)
@@ -125,7 +128,9 @@ async def test_a_stranger_pushes_nothing(blocks: BlockSpan) -> None:
         {"hidden_states": torch.full((1, LENGTH, HIDDEN), torch.nan)},
     ],
 )
-async def test_wrong_tensors_are_the_fault_of_who_pushed(blocks: BlockSpan, tensors: dict[str, torch.Tensor]) -> None:
+async def test_wrong_tensors_are_the_fault_of_the_server_that_pushed_them(
+    blocks: BlockSpan, tensors: dict[str, torch.Tensor]
+) -> None:
     async with serving(blocks) as server:
         client, mallory = await waiting(server), await server.connect(MALLORY)
         await send(mallory, MessageType.PUSH, {"token": TOKEN}, **tensors)
@@ -158,7 +163,7 @@ async def test_tensors_do_not_come_twice(blocks: BlockSpan) -> None:
             await ask(client, MessageType.FORWARD, header, hidden_states=hidden_states(blocks, LENGTH))
         ) == ("remote_protocol")
         await send(client, MessageType.FORWARD, header)
-        await until(lambda: server.serving.pushes._waiting)
+        await until(lambda: num_awaited(server))
         assert error_code(await ask(client, MessageType.FORWARD, header | {"id": 2})) == "remote_protocol"
         await push(mallory, hidden_states(blocks, LENGTH))
         result(await answer(client))
@@ -176,7 +181,7 @@ async def test_flood_of_what_nobody_waits_for(blocks: BlockSpan, monkeypatch: py
             await push(mallory, hidden_states(blocks, LENGTH), token=f"{number:032x}")
         assert [error_code(await answer(mallory)) for _ in range(3)] == ["overloaded"] * 3
         await push(other, hidden_states(blocks, LENGTH))
-        await until(lambda: (SERVER, TOKEN) in server.serving.pushes._early)
+        await until(lambda: num_early(server) == 6)
         await assert_nothing_is_left(server)
         await hang_up(mallory)
         await hang_up(other)
@@ -255,8 +260,7 @@ async def test_targets_that_do_not_exist(blocks: BlockSpan) -> None:
             )
             assert result(message).shape == (1, LENGTH, HIDDEN)
             assert not message.header["pushed"]
-        assert len(server.links) == 0
-        assert not server.links._dialling
+        assert not dials(server)
         await hang_up(client)
 
 
@@ -282,23 +286,23 @@ async def test_a_client_that_leaves_in_the_midst_of_a_push(blocks: BlockSpan, mo
         await hang_up(client)
         await server.ended(client)
         link.resume_writing()
-        await until(lambda: (SERVER, TOKEN) in server.serving.pushes._early)
+        await until(lambda: num_early(server) == 1)
         assert len(server.links) == 1
         server.serving.pushes.clear()
 
 
 async def test_request_flood_waits_with_the_peer(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is above a peer's share isn't even read until there is room."""
+    """Requests above a peer's share aren't even read until there is room."""
     batch = hidden_states(blocks, 64)
     monkeypatch.setattr(peer_limits, "MAX_BYTES_PER_PEER", 3 * batch.nbytes)
     async with serving(blocks) as server:
         held: list[int] = []
-        taken, room = server.access.limits, server.access.limits._bytes
+        taken = server.access.limits
         take = taken.take
 
         async def watched(peer_id: str, num_bytes: int) -> None:
             await take(peer_id, num_bytes)
-            held.append(room[peer_id])
+            held.append(held_bytes(server, peer_id))
 
         monkeypatch.setattr(taken, "take", watched)
         stream = await server.connect(MALLORY)
@@ -310,7 +314,7 @@ async def test_request_flood_waits_with_the_peer(blocks: BlockSpan, monkeypatch:
         assert max(held) == 3 * batch.nbytes
         await hang_up(stream)
         await server.ended(stream)
-        assert not room
+        assert not held_bytes(server)
 
 
 # ---------------------------------------------------------------------- headers, shapes and values
@@ -350,7 +354,7 @@ async def test_malformed_headers(blocks: BlockSpan, header: dict[str, Any]) -> N
     ids=str,
 )
 async def test_wrong_shapes_and_types(blocks: BlockSpan, shape: list[int], dtype: torch.dtype) -> None:
-    """Of hidden states and of gradients, without a session and within one."""
+    """Hidden states and gradients, without a session and within one."""
     right, wrong = hidden_states(blocks, 4), torch.zeros(shape, dtype=dtype)
     async with serving(blocks) as server:
         client = await opened(server)

@@ -1,4 +1,4 @@
-"""What passes between blocks, as servers show it: whatever the layout, whoever dies, lies or is too old to tell."""
+"""Hidden states between blocks, as servers show them: with any layout, deaths, lies, and servers that are too old."""
 
 from dataclasses import replace
 from random import Random
@@ -57,7 +57,7 @@ def assert_same(got: BlockInputs, wanted: BlockInputs) -> None:
     st.booleans(),
     st.booleans(),
 )
-def test_a_text_shows_the_same_whoever_dies(
+def test_a_text_shows_the_same_after_any_deaths(
     blocks: Blocks,
     layout: list[tuple[int, int]],
     dying: list[tuple[int, int]],
@@ -224,7 +224,7 @@ def test_what_cannot_be_right_is_found_out(blocks: Blocks, kind: str, lie: Any) 
         assert liar.peer_id in swarm.view.blamed
 
 
-def test_who_shows_nothing_is_blamed(blocks: Blocks) -> None:
+def test_a_server_that_shows_nothing_is_blamed(blocks: Blocks) -> None:
     """The last server has answered in time: it isn't at fault."""
     with InProcessSwarm(blocks, [(0, 3), (3, 6)], announced=[KNOWING] * 2, step_timeout_s=1.0, **IMPATIENT) as swarm:
         silent = swarm.servers[0]

@@ -203,7 +203,7 @@ class Fate:
     ],
 )
 def test_repairs(case: Case, victim: int, step: int, at_once: bool) -> None:
-    """What is replayed was computed before the border and behind it."""
+    """The replay was computed partly before the border and partly behind it."""
     pieces = case.blocks.larger() if at_once else nullcontext()
     with pieces, case.swarm(spare=True) as swarm:
         Fate(swarm, victim, step)
@@ -213,7 +213,7 @@ def test_repairs(case: Case, victim: int, step: int, at_once: bool) -> None:
 
 
 def test_a_session_that_goes_back_over_the_border(case: Case) -> None:
-    """What is left of a long text is computed as the short text that it is, in the session and after a repair."""
+    """The rest of a long text is computed as a short text, in the session and after a repair."""
     embeds = case.local.get_input_embeddings()(text(BORDER + 9)).detach()
     with case.swarm(spare=True) as swarm:
         model = case.client(swarm)

@@ -1,4 +1,4 @@
-"""What spot checks find, and whom they are sure about. In process; `test_spot_checks` has real servers."""
+"""Lies that spot checks find, and which server they are sure about. In process; `test_spot_checks` has real servers."""
 
 import math
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from swarmllm.swarm import retry
 
 Lie = Callable[[Tensor], Tensor]
 FASTEST, FAST, SLOW = ({"decode_ms_per_block": ms} for ms in (0.1, 1.0, 2.0))
-"""Of several servers of the same blocks, the fastest one is used, the others are asked for comparison."""
+"""The fastest of several servers of the same blocks is used; the others are asked for comparison."""
 CHECKED = {"verify_fraction": 1.0, "min_gain_to_move": 1, "max_parallel_routes": 1}
 
 
@@ -88,13 +88,13 @@ def test_plausible_lie_per_position(blocks: Blocks, work: Callable[[InProcessSwa
 
 @WORK
 def test_no_announcement_makes_a_lie_pass(blocks: Blocks, work: Callable[[InProcessSwarm], None]) -> None:
-    """Who announces the coarsest weights, or some that nobody knows, isn't used where checks are asked for."""
+    """Servers that announce the coarsest or unknown weights aren't used where checks are asked for."""
     for coarse in ({"quant_type": "nf4"}, {"quant_type": "int1"}, {"quant_type": "none", "dtype": "float4"}):
         announced = [FASTEST, FAST, SLOW]
         with InProcessSwarm(blocks, [(0, 6)] * 3, announced=announced, **CHECKED) as swarm:
             liar = swarm.servers[0]
             liar.info = liar.info.model_copy(update=coarse)
-            blocks.loop.run(swarm.view.look_ups.refresh())
+            blocks.loop.run_coroutine(swarm.view.look_ups.refresh())
             Liar(swarm, 0, lambda hidden: hidden * 1.4, *BOTH)
             work(swarm)
             assert liar.peer_id not in {server.peer_id for server in swarm.view.servers()}
@@ -114,7 +114,7 @@ def test_a_checker_that_lies_costs_nobody_else_the_trust(
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("liar", [0, 1])
 @WORK
-def test_of_two_who_differ_nobody_is_believed(
+def test_none_of_two_different_answers_is_believed(
     blocks: Blocks, work: Callable[[InProcessSwarm], None], liar: int
 ) -> None:
     """Whichever of them lies: nothing wrong comes out, and nobody is quarantined for good."""
@@ -144,7 +144,7 @@ def test_a_lie_in_the_session_only_is_proven_to_nobody(blocks: Blocks) -> None:
 @pytest.mark.parametrize("quant_type", [*BY_QUANT_TYPE, "from the future"])
 @pytest.mark.parametrize("dtype", [*BY_DTYPE, "from the future"])
 @pytest.mark.parametrize("tolerance", [0.001, 0.1, 0.15, 0.5])
-def test_who_can_be_checked(quant_type: str, dtype: str, tolerance: float) -> None:
+def test_which_servers_can_be_checked(quant_type: str, dtype: str, tolerance: float) -> None:
     server = ServerInfo(peer_id="p" * 46, start=0, end=1, quant_type=quant_type, dtype=dtype)
     needed = max(BY_QUANT_TYPE.get(quant_type, math.inf), BY_DTYPE.get(dtype, math.inf))
     assert honest_error(server) == needed

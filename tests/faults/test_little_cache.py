@@ -17,7 +17,7 @@ from swarmllm.swarm import retry
 
 @pytest.fixture(scope="module", autouse=True)
 def _soon() -> Iterator[None]:
-    """Who is refused tries again as often as ever, but without the pauses."""
+    """A refused client tries again as often as ever, without the pauses."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(routes, "RETRY_LOOKUP_S", 0.01)
         patch.setattr(retry, "FIRST_BACKOFF_S", 0.001)

@@ -65,7 +65,7 @@ class Here:
         return LocalBlocks([LocalSpan(self.of(Span(*ends))) for ends in ranges])
 
     def whole(self, hidden: Tensor, mask: Tensor) -> Tensor:
-        """What all blocks make of a batch."""
+        """The outputs of all blocks for a batch."""
         blocks = self.of(Span(0, self.blocks.num_blocks))
         return blocks.forward(inputs_of(hidden, mask), blocks.span, blocks.new_cache())
 
@@ -308,7 +308,7 @@ def mixed(llama: Path, swarm: Faulty) -> Iterator[Any]:
 
 @pytest.mark.parametrize("num_tokens", [1, 40])
 def test_death_within_a_step(mixed: Any, swarm: Faulty, local: PreTrainedModel, doom: Doom, num_tokens: int) -> None:
-    """Of a server behind the client's own blocks and before others; decoding, and within a prompt."""
+    """The server behind the client's own blocks and before others dies, while decoding and within a prompt."""
     ids = prompt(1, 30 + num_tokens)
     expected = generate_seeded(local, ids, max_new_tokens=12)
     with mixed.inference_session(max_length=128) as session:

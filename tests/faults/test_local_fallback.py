@@ -21,7 +21,7 @@ NUM_TOKENS = 12
 
 
 class Streamed(BaseStreamer):
-    """What a reader sees."""
+    """The tokens as a reader gets them."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []

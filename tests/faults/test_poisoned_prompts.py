@@ -39,7 +39,7 @@ from swarmllm.server.sessions.prefix_cache import PAGE_TOKENS, PrefixCache
 SESSION, OTHER = "a" * 32, "b" * 32
 LENGTH = PAGE_TOKENS + 40
 SPAN = Span(0, 2)
-"""Of four blocks, so that sessions keep their outputs and can be asked to replay them."""
+"""Two of four blocks, so that sessions keep their outputs and can be asked to replay them."""
 
 
 @pytest.fixture(scope="module", params=["llama", "bloom", "opt"])

@@ -46,7 +46,7 @@ def tokens(model: Any, count: int = 12, **options: Any) -> list[list[int]]:
 
 
 def online(model: Any) -> dict[str, tuple[int, int]]:
-    """Who serves what now."""
+    """The servers and their blocks now."""
     servers = model.swarm.servers()
     return {s.peer_id: (s.start, s.end) for s in servers if s.state == ServerState.ONLINE}
 

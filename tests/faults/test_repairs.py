@@ -106,7 +106,7 @@ def assert_session(swarm: InProcessSwarm, batch_size: int, lengths: list[int]) -
     st.booleans(),
     st.sampled_from(["none", "int8"]),
 )
-def test_the_text_goes_on_whoever_dies(
+def test_the_text_goes_on_after_any_deaths(
     blocks: Blocks,
     layout: list[tuple[int, int]],
     speeds: list[float],
@@ -225,7 +225,7 @@ def test_where_all_are_banned_each_is_tried_once(
 
 
 @pytest.mark.parametrize("is_banned", [False, True])
-def test_a_repair_takes_whom_it_knows_while_the_dht_is_silent(blocks: Blocks, is_banned: bool) -> None:
+def test_a_repair_takes_known_servers_while_the_dht_is_silent(blocks: Blocks, is_banned: bool) -> None:
     """As it is for seconds when it asks a node that is frozen, which is what the repair is about."""
     answered = asyncio.Event()
 
@@ -332,7 +332,7 @@ def test_on_real_servers(llama: Path, local: PreTrainedModel, case: str) -> None
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("is_loaded", [True, False])
-def test_who_opens_a_model_waits_for_blocks_that_are_being_loaded(
+def test_opening_a_model_waits_for_blocks_that_are_being_loaded(
     blocks: Blocks, is_loaded: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Longer than for those that nobody has: two terminals may have been started together."""
@@ -340,7 +340,7 @@ def test_who_opens_a_model_waits_for_blocks_that_are_being_loaded(
     with InProcessSwarm(blocks, [(0, 3), (3, 6)], route_timeout_s=0.1, start_timeout_s=start_timeout_s) as swarm:
         loading = swarm.servers[1]
         loading.info = loading.info.model_copy(update={"state": ServerState.JOINING, "public_name": "bob"})
-        view, num_looks = blocks.loop.run(swarm.new_view()), 0
+        view, num_looks = blocks.loop.run_coroutine(swarm.new_view()), 0
         look = view.look_ups.refresh
 
         async def looking() -> Any:
@@ -352,10 +352,10 @@ def test_who_opens_a_model_waits_for_blocks_that_are_being_loaded(
 
         view.look_ups.refresh = looking  # type: ignore[method-assign]
         if is_loaded:
-            assert blocks.loop.run(view.traits()) == swarm.traits
+            assert blocks.loop.run_coroutine(view.traits()) == swarm.traits
         else:
             with pytest.raises(MissingBlocksError, match="blocks 3:6"):
-                blocks.loop.run(view.traits())
+                blocks.loop.run_coroutine(view.traits())
     (told,) = [record.getMessage() for record in caplog.records if "looking again" in record.getMessage()]
     assert "blocks 3:6, but bob is loading them" in told
 

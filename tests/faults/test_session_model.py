@@ -19,6 +19,7 @@ from hostile import (
     ask,
     error_code,
     hang_up,
+    held_bytes,
     load_blocks,
     open_header,
     result,
@@ -49,7 +50,7 @@ T = TypeVar("T")
 HIDDEN = 16
 LONGEST = 160
 CACHE_TOKENS = 600
-"""Of the server: some sessions of the longest text, not all that are asked for."""
+"""Tokens in the server's cache: room for some sessions of the longest text, not for all."""
 PEERS = [f"12D3KooW{number:044d}" for number in range(3)]
 SPANS = [Span(0, 2), Span(0, 1), Span(1, 2)]
 PEER, WHICH = st.integers(0, 2), st.integers(0, 50)
@@ -76,7 +77,7 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> BlockSpan:
 
 @dataclass(eq=False)
 class Known:
-    """What a client knows of a session."""
+    """A session as its client knows it."""
 
     id: str
     peer: int
@@ -85,7 +86,7 @@ class Known:
     num_rows: int
     max_length: int
     seen: Tensor = field(default_factory=lambda: torch.zeros(1, 0, HIDDEN))
-    """What has been sent and answered, `[rows, positions, hidden]`."""
+    """Inputs that were sent and answered, `[rows, positions, hidden]`."""
     rows: int = 0
     """How often rows have been chosen."""
     next: "Known | None" = None
@@ -309,11 +310,11 @@ class Sessions(RuleBasedStateMachine):
 
         hidden = self._text(0, one.num_rows)[:, one.length : one.length + 1]
         header = step_header(one.id, one.length, hidden, epoch=self.epoch, rows=one.rows)
-        self.server.packer.run = lacks  # type: ignore[method-assign]
+        self.server.packer.run_calls = lacks  # type: ignore[method-assign]
         try:
             message = await ask(one.stream, MessageType.STEP, header, hidden_states=hidden)
         finally:
-            del self.server.packer.run  # type: ignore[method-assign]
+            del self.server.packer.run_calls  # type: ignore[method-assign]
         self.epoch += 1
         assert error_code(message) == "out_of_memory"
         one.seen = hidden[:, :0]
@@ -364,7 +365,7 @@ class Sessions(RuleBasedStateMachine):
 
     async def _check(self) -> None:
         server = self.server
-        await self._until(lambda: not server.access.limits._bytes)
+        await self._until(lambda: not held_bytes(server))
         sessions = {session.id: session for session in server.sessions}
         assert sessions.keys() == {one.id for one in self.alive}
         for one in self.alive:
@@ -389,7 +390,7 @@ class Sessions(RuleBasedStateMachine):
         assert len(self.server.sessions) == self.server.budget.leased_bytes == 0
         await self.server.links.close()
         await self._until(lambda: not self.tasks)
-        assert not self.server.access.limits._bytes
+        assert not held_bytes(self.server)
         await self._until(lambda: not self.server.access.limits.num_streams())
         assert self.server.handler._intake.num_bytes == 0
         await self.server.close()

@@ -76,7 +76,7 @@ def generate(model: Any) -> list[list[int]]:
 
 
 def logits(model: Any) -> Tensor:
-    """Of a batch, as in training: without a cache, and with gradients."""
+    """Logits of a batch, as in training: without a cache, and with gradients."""
     embeds = model.get_input_embeddings()(prompt(batch=4, length=8)).detach().requires_grad_()
     values: Tensor = model(inputs_embeds=embeds, use_cache=False).logits
     return values.detach()
@@ -126,7 +126,7 @@ def test_honest_servers_pass_every_check(checkpoint: Path, local: PreTrainedMode
         assert not model.swarm.health.quarantined
 
 
-def test_nan_is_blamed_on_who_computed_it(
+def test_nan_is_blamed_on_the_server_that_computed_it(
     checkpoint: Path, local: PreTrainedModel, swarm: LocalSwarm, corrupt: LocalServer
 ) -> None:
     """The client never sees what the server in the middle passes on; its successor says whose it is."""

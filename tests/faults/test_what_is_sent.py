@@ -44,7 +44,7 @@ EMPTY: dict[str, object] = {
     "adapter": None, "served_adapter": None, "source_length": 0, "batch_index": None, "rows": 0, "replay_hops": 0,
     "timings": (), "inner": None,
 }  # fmt: skip
-"""What is in some of these fields, of a model without adapters, beams and sources."""
+"""The values of some of these fields, for a model without adapters, beams and encoder outputs."""
 NAMES = re.compile(r"auto|none|int8|[0-9a-f]{32}|[0-9a-f]{64}|/[a-z0-9/.]+|12D3KooW\w+|[0-9.]+(\.?dev\w*)?(\+\w+)?")
 """Texts in headers: settings, random ids, the checkpoint's fingerprint, addresses and ids of servers, the version."""
 TENSORS = {"hidden_states", "attention_mask", "position_ids", "grad_outputs"}

@@ -1,4 +1,4 @@
-"""What a server answers a session with nonsense, and in which order it is given what: only its own session notices.
+"""Nonsense in a server's answers to a session, and the order of its inputs: only its own session notices.
 
 In process, with the real client; `test_fuzzed_conversations` is the other direction.
 """

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from recordings import RATE
-from tests.numerics.speaking import save_speaking_whisper
+from tests.numerics.tiny_whisper import save_speaking_whisper
 from transformers import AutoFeatureExtractor, AutoModelForSpeechSeq2Seq
 
 CONTRAST = 4.0

@@ -1,13 +1,13 @@
-"""One swarm that nobody kills, and one gateway in front of it, for most tests here."""
+"""One swarm that nobody kills, and one gateway in front of it, for most tests here; a browser for those of pages."""
 
-import copy
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from web_gateway import DTYPE, RunningGateway, local_swarm, running_gateway
+from web_gateway import DTYPE, WITH_TOOLS, RunningGateway, local_swarm, running_gateway
 
 from swarmllm import LocalSwarm, embedded_model_path
 
@@ -40,7 +40,7 @@ def local() -> Any:
 
 @pytest.fixture(scope="session")
 def greedy(local: Any, tokenizer: Any) -> Any:
-    """What the local model writes after a prompt, taking the likeliest token each time."""
+    """A function that continues a prompt with the local model, greedily."""
 
     def write(ids: list[int], max_tokens: int) -> str:
         with torch.no_grad():
@@ -53,11 +53,46 @@ def greedy(local: Any, tokenizer: Any) -> Any:
 THINKING = "{% for message in messages %}{{ message.content }}\n{% endfor %}Once upon a time<think>\n{# </think> #}"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def thinking(swarm: LocalSwarm) -> Iterator[RunningGateway]:
     """A model that thinks and thinks."""
-    with running_gateway(swarm.initial_peers) as gateway:
-        model = gateway.gateway.models.first
-        model.tokenizer = copy.deepcopy(model.tokenizer)
-        model.tokenizer.chat_template = THINKING
+    with running_gateway(swarm.initial_peers, chat_template=THINKING) as gateway:
         yield gateway
+
+
+@pytest.fixture(scope="session")
+def tooled(swarm: LocalSwarm) -> Iterator[RunningGateway]:
+    """A model whose template knows tools."""
+    with running_gateway(swarm.initial_peers, chat_template=WITH_TOOLS) as gateway:
+        yield gateway
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """A browser; each test has a profile of its own in it. While it is open, no test can run an event loop."""
+    from playwright.sync_api import sync_playwright
+
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("needs Chromium, which is not installed here")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """A page that fails the test if its scripts fail or it asks another host."""
+    context = browser.new_context()
+    page = context.new_page()
+    page.set_default_timeout(30_000)
+    wrong: list[str] = []
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on(
+        "request",
+        lambda request: None if request.url.startswith("http://127.0.0.1:") else wrong.append(f"asked {request.url}"),
+    )
+    yield page
+    context.close()
+    assert not wrong

@@ -10,7 +10,7 @@ PCM, FLOAT, MULAW, EXTENSIBLE = 1, 3, 7, 0xFFFE
 
 
 def noise(seconds: float, seed: int = 1, rate: int = RATE) -> NDArray[np.float32]:
-    """Of about half the loudness that there is, in steps of 16 bits."""
+    """Noise of about half the possible loudness, in steps of 16 bits."""
     random = np.random.default_rng(seed)
     whole = np.clip(random.normal(0, 0.2, round(seconds * rate)), -0.99, 0.99) * 32768
     return whole.round().astype(np.float32) / np.float32(32768)

@@ -1,4 +1,4 @@
-"""Who may use a gateway, and how much: keys, rates, hosts, origins; and the command as people start it."""
+"""Limits of a gateway: keys, rates, hosts, origins; and its command."""
 
 import asyncio
 import json
@@ -228,7 +228,7 @@ def test_the_rate_holds_for_each_message_of_a_websocket(swarm: LocalSwarm) -> No
             socket.close()
 
 
-def test_connections_on_which_nobody_asks_are_closed(swarm: LocalSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_connections_are_closed(swarm: LocalSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
     """Silence, a head that never ends, a body that never ends, and more connections or sockets than there is room."""
     monkeypatch.setattr("swarmllm.gateway.guard.HEAD_TIMEOUT_S", 0.5)
     monkeypatch.setattr("swarmllm.gateway.apis.responder.BODY_TIMEOUT_S", 0.5)
@@ -269,7 +269,7 @@ def test_websocket_of_another_page_is_refused(gateway: RunningGateway) -> None:
     socket.close()
 
 
-def test_the_openapi_document_describes_what_is_served(gateway: RunningGateway) -> None:
+def test_the_openapi_document_describes_all_routes(gateway: RunningGateway) -> None:
     document = gateway.http.get("/openapi.json").json()
     assert document["openapi"].startswith("3.1")
     refs = re.findall(r"#/components/schemas/(\w+)", json.dumps(document))
@@ -312,7 +312,7 @@ def test_the_command(swarm: LocalSwarm) -> None:
 
 
 @pytest.mark.slow
-def test_a_gateway_whose_daemon_died_ends_and_says_so(swarm: LocalSwarm) -> None:
+def test_a_dead_daemon_ends_the_gateway_with_a_reason(swarm: LocalSwarm) -> None:
     arguments = ["--model", embedded_model_path(), "--initial_peers", *swarm.initial_peers, "--port", "0"]
     with subprocess.Popen(
         [sys.executable, "-m", "swarmllm", "gateway", *arguments],

@@ -20,8 +20,8 @@ import pytest
 import torch
 from audio_model import chirp, save_audio_model
 from recordings import RATE, wav
-from tests.numerics.speaking import IDS
-from tests.numerics.tiny_hearing_models import save_tiny_model
+from tests.numerics.tiny_speech_models import save_tiny_model
+from tests.numerics.tiny_whisper import IDS
 from transformers import (
     AutoFeatureExtractor,
     AutoModelForSpeechSeq2Seq,
@@ -37,6 +37,8 @@ from swarmllm.gateway.apis import audio
 from swarmllm.gateway.apis.audio import Audio
 from swarmllm.gateway.apis.audio_files import IN_MEMORY_BYTES, read_sound, unpacked_bytes
 from swarmllm.gateway.engine.vision import Room
+
+pytestmark = pytest.mark.rotates(3, whole_file=True)
 
 SPANS = [(0, 3), (3, 5), (5, 7)]
 MODEL = "whisper"
@@ -123,8 +125,8 @@ def test_the_text_is_the_pipelines(
     assert answer["usage"] == {"type": "duration", "seconds": math.ceil(len(samples) / RATE)}
 
 
-def test_what_it_is_asked_matters(whisper: RunningGateway) -> None:
-    """So that the same text isn't merely the only one."""
+def test_each_option_changes_the_text(whisper: RunningGateway) -> None:
+    """Otherwise equal texts would prove nothing."""
     sounds = [SHORT, *(chirp(0.6, seed=seed) for seed in range(3, 9))]
     asked_for: list[dict[str, Any]] = [{"language": "en"}, {"language": "de"}, {"prompt": "AB", "language": "en"}]
     asked_for.append({"route": "translations", "language": "en"})
@@ -285,7 +287,7 @@ def test_fields_are_honoured_or_refused_by_name(
     assert words in error["message"]
 
 
-def test_what_makes_no_difference(whisper: RunningGateway) -> None:
+def test_harmless_fields_change_nothing(whisper: RunningGateway) -> None:
     """Forms send what nobody has filled in, too."""
     empty = dict.fromkeys(("language", "prompt", "temperature", "model", "stream"), "")
     granular = {"response_format": "verbose_json", "timestamp_granularities": "segment"}
@@ -352,7 +354,7 @@ def test_its_place_among_others(whisper: RunningGateway, gateway: RunningGateway
 
 @contextmanager
 def upload_under_way(gateway: RunningGateway, sent: bytes, length: int) -> Iterator[socket.socket]:
-    """A form of so many bytes, of which these have come."""
+    """A form of `length` bytes; only the bytes `sent` have come."""
     url = urlsplit(gateway.url)
     with socket.create_connection((url.hostname, url.port)) as connection:
         head = f"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: {url.netloc}\r\nContent-Length: {length}\r\n"
@@ -552,7 +554,7 @@ def test_sounds_wait_for_memory(whisper: RunningGateway, monkeypatch: pytest.Mon
 
 
 def test_a_wav_that_says_two_things_is_refused(whisper: RunningGateway) -> None:
-    """Of two descriptions the first makes it short, and the second counts."""
+    """The first description makes it short, and the second one counts."""
     data = wav(LONG)
     short = struct.pack("<4sIHHIIHH", b"fmt ", 16, 1, 2, 192_000, 768_000, 4, 16)
     refused = whisper.http.post("/v1/audio/transcriptions", files={"file": ("a.wav", data[:12] + short + data[12:])})

@@ -59,7 +59,7 @@ def test_other_rates(rate: int) -> None:
     np.testing.assert_allclose(found[500:-500], expected[500:-500], atol=2e-3)
 
 
-def test_a_file_whose_header_says_that_it_goes_on() -> None:
+def test_a_header_with_an_unknown_length() -> None:
     """As programs write it that don't know yet how long it will be."""
     samples = noise(0.3)
     data = bytearray(wav(samples))
@@ -107,7 +107,7 @@ def test_damaged_files_are_refused(garbage: bytes, place: int, end: int) -> None
 
 
 @pytest.mark.parametrize("data", [wav(noise(0.1), kind=MULAW, bits=8), b"ID3\x04 an mp3", b"once upon a time"])
-def test_without_ffmpeg_it_says_what_is_needed(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ffmpeg_the_error_names_the_mend(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ApiError, match=r"send a WAV \(PCM or float\), or install ffmpeg"):
         read(data)
@@ -133,7 +133,7 @@ def fake_ffmpeg(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return log
 
 
-def test_what_ffmpeg_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_of_ffmpeg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may take the file for sound alone, open nothing else, and gives no more than is allowed."""
     log, samples = fake_ffmpeg(tmp_path, monkeypatch), noise(0.5)
     np.testing.assert_array_equal(read(b"OggS" + samples.astype("<f4").tobytes()), samples)

@@ -1,4 +1,4 @@
-"""What the chat page can do with conversations, in a real browser."""
+"""Conversations on the chat page, in a real browser."""
 
 import json
 import re
@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import FilePayload, Page, Route, expect
-from test_pages import ANSWERS, DONE, ITEMS, browser, page, pytestmark, say, settings, violations  # noqa: F401
+from test_pages import ANSWERS, DONE, ITEMS, say, settings, violations
 from web_gateway import RunningGateway
+
+pytestmark = pytest.mark.slow
 
 TEXT = r"""Euler wrote $e^{i\pi} + 1 = 0$, it costs $5 or $6, and
 
@@ -25,7 +27,7 @@ def f(x):  # <b>comment</b>
 """
 
 
-def opened(page: Page, url: str, *messages: dict[str, Any], **more: Any) -> None:  # noqa: F811
+def opened(page: Page, url: str, *messages: dict[str, Any], **more: Any) -> None:
     conversation = {"id": "one", "title": "First", "messages": list(messages), "revision": "1", **more}
     page.goto(f"{url}/static/icon.svg")
     page.evaluate("one => localStorage['swarmllm.conversation.one'] = one", json.dumps(conversation))
@@ -33,7 +35,7 @@ def opened(page: Page, url: str, *messages: dict[str, Any], **more: Any) -> None
     expect(page.locator(".message")).to_have_count(len(messages))
 
 
-def test_nothing_is_lost_in_what_a_model_writes(page: Page, gateway: RunningGateway) -> None:  # noqa: F811
+def test_no_text_of_a_model_is_lost(page: Page, gateway: RunningGateway) -> None:
     opened(page, gateway.url, {"role": "user", "content": "Hm"}, {"role": "assistant", "content": TEXT})
     body = page.locator(f"{ANSWERS} .body")
     expect(body.locator("math")).to_have_count(2)
@@ -70,7 +72,7 @@ $\href{javascript:alert(1)}{x}$ $\includegraphics{https://example.com/x}$ <input
 """
 
 
-def test_layout_that_models_write(page: Page, gateway: RunningGateway) -> None:  # noqa: F811
+def test_layout_that_models_write(page: Page, gateway: RunningGateway) -> None:
     """Matrices, aligned formulas, tasks, numbers of lists, columns of tables; nothing that could do harm."""
     opened(page, gateway.url, {"role": "user", "content": "Hm"}, {"role": "assistant", "content": LAID_OUT})
     body = page.locator(f"{ANSWERS} .body")
@@ -86,7 +88,7 @@ def test_layout_that_models_write(page: Page, gateway: RunningGateway) -> None: 
     assert violations(page) == []
 
 
-def test_rename_search_export_and_undo(page: Page, gateway: RunningGateway, tmp_path: Path) -> None:  # noqa: F811
+def test_rename_search_export_and_undo(page: Page, gateway: RunningGateway, tmp_path: Path) -> None:
     opened(page, gateway.url, {"role": "user", "content": "Apples"}, {"role": "assistant", "content": "Pears"})
     name = page.get_by_label("Name of the conversation")
     for given, key, expected in (("Never", "Escape", "First"), ("  ", "Enter", "First"), ("Fruit", "Enter", "Fruit")):
@@ -131,7 +133,7 @@ def test_rename_search_export_and_undo(page: Page, gateway: RunningGateway, tmp_
     expect(page.locator(".message.user .body")).to_have_text("What is the sun?")
 
 
-def test_an_edit_that_is_given_up_and_a_broken_answer_that_goes_on(page: Page, gateway: RunningGateway) -> None:  # noqa: F811
+def test_an_edit_that_is_given_up_and_a_broken_answer_that_goes_on(page: Page, gateway: RunningGateway) -> None:
     page.goto(f"{gateway.url}/")
     settings(page, Temperature="0", Longest_answer="8")
     say(page, "Tell me a story about a fox.")
@@ -156,7 +158,7 @@ def test_an_edit_that_is_given_up_and_a_broken_answer_that_goes_on(page: Page, g
 SAID = ".message.user"
 
 
-def test_regenerate_and_edit_keep_versions(page: Page, gateway: RunningGateway) -> None:  # noqa: F811
+def test_regenerate_and_edit_keep_versions(page: Page, gateway: RunningGateway) -> None:
     page.goto(f"{gateway.url}/")
     settings(page, Temperature="1", Longest_answer="8")
     say(page, "Tell me a story about a fox.")
@@ -195,7 +197,7 @@ def test_regenerate_and_edit_keep_versions(page: Page, gateway: RunningGateway) 
     assert violations(page) == []
 
 
-def test_a_chosen_title_stays(page: Page, gateway: RunningGateway) -> None:  # noqa: F811
+def test_a_chosen_title_stays(page: Page, gateway: RunningGateway) -> None:
     opened(page, gateway.url, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})  # title: First
     settings(page, Longest_answer="4")
     page.get_by_role("button", name="Edit", exact=True).click()
@@ -204,7 +206,7 @@ def test_a_chosen_title_stays(page: Page, gateway: RunningGateway) -> None:  # n
     expect(page.locator(f"{ITEMS} .title")).to_have_text("First")
 
 
-def test_a_reload_during_an_answer_says_what_is_true(page: Page, gateway: RunningGateway) -> None:  # noqa: F811
+def test_a_reload_during_an_answer_ends_it(page: Page, gateway: RunningGateway) -> None:
     page.goto(f"{gateway.url}/")
     settings(page, Temperature="2", Seed="1")
     say(page, "Tell me a very long story.")
@@ -217,7 +219,7 @@ def test_a_reload_during_an_answer_says_what_is_true(page: Page, gateway: Runnin
     expect(page.locator(".notices li")).to_have_count(1)
 
 
-def test_an_answer_that_another_page_writes_or_wrote(page: Page, gateway: RunningGateway) -> None:  # noqa: F811
+def test_an_answer_of_another_page(page: Page, gateway: RunningGateway) -> None:
     """It is busy as long as that page lives, and cut if that page was lost without a word."""
     page.goto(f"{gateway.url}/")
     settings(page, Temperature="2", Seed="1")
@@ -238,7 +240,7 @@ def test_an_answer_that_another_page_writes_or_wrote(page: Page, gateway: Runnin
     expect(page.locator(DONE)).to_have_count(1)
 
 
-def test_what_is_too_long_is_said_before_it_is_sent(page: Page, gateway: RunningGateway) -> None:  # noqa: F811
+def test_a_message_that_is_too_long_is_not_sent(page: Page, gateway: RunningGateway) -> None:
     page.goto(f"{gateway.url}/")
     settings(page, Longest_answer="4")
     expect(page.locator("#about")).to_contain_text(
@@ -267,7 +269,7 @@ def test_what_is_too_long_is_said_before_it_is_sent(page: Page, gateway: Running
     expect(page.locator("#long")).to_contain_text("This message is too long: the body is larger than 1048576 bytes.")
 
 
-def test_text_files_are_attached(page: Page, gateway: RunningGateway) -> None:  # noqa: F811
+def test_text_files_are_attached(page: Page, gateway: RunningGateway) -> None:
     page.goto(f"{gateway.url}/")
     settings(page, Longest_answer="4")
     chosen: list[FilePayload] = [
@@ -298,14 +300,14 @@ def test_text_files_are_attached(page: Page, gateway: RunningGateway) -> None:  
     expect(files).to_have_text(["windows.txt", "code.md"])
 
 
-def test_a_broken_answer_can_be_gone_on_with_after_a_reload(page: Page, gateway: RunningGateway) -> None:  # noqa: F811
-    """Whether it can is known once the gateway has said what its model is."""
+def test_a_broken_answer_can_be_gone_on_with_after_a_reload(page: Page, gateway: RunningGateway) -> None:
+    """The page knows it once the gateway has told its model."""
     broken = {"role": "assistant", "content": "b", "finish": "length"}
     opened(page, gateway.url, {"role": "user", "content": "a"}, broken)
     expect(page.get_by_role("button", name="Continue")).to_be_visible()
 
 
-def test_nothing_is_regenerated_before_the_model_is_known(page: Page, gateway: RunningGateway) -> None:  # noqa: F811
+def test_nothing_is_regenerated_before_the_model_is_known(page: Page, gateway: RunningGateway) -> None:
     held: list[Route] = []
 
     def hold(route: Route) -> None:
@@ -320,7 +322,7 @@ def test_nothing_is_regenerated_before_the_model_is_known(page: Page, gateway: R
     expect(page.get_by_role("button", name="Regenerate")).to_be_visible()
 
 
-def test_the_way_back_to_the_end(page: Page, gateway: RunningGateway) -> None:  # noqa: F811
+def test_the_way_back_to_the_end(page: Page, gateway: RunningGateway) -> None:
     page.set_viewport_size({"width": 390, "height": 700})
     text = "\n\n".join("line" for _ in range(100))
     opened(page, gateway.url, {"role": "user", "content": "a"}, {"role": "assistant", "content": text})
@@ -334,7 +336,7 @@ def test_the_way_back_to_the_end(page: Page, gateway: RunningGateway) -> None:  
     expect(page.locator(f"{ANSWERS} p").last).to_be_in_viewport()
 
 
-def test_a_system_prompt_of_ones_own(page: Page, gateway: RunningGateway) -> None:  # noqa: F811
+def test_a_system_prompt_of_ones_own(page: Page, gateway: RunningGateway) -> None:
     opened(page, gateway.url, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, system="Old")
     page.get_by_role("button", name="Settings").click()
     own = page.get_by_label("System prompt of this conversation")
@@ -348,7 +350,7 @@ def test_a_system_prompt_of_ones_own(page: Page, gateway: RunningGateway) -> Non
     expect(page.locator(DONE)).to_have_count(2)
 
 
-def test_what_is_selected_stays_selected(page: Page, gateway: RunningGateway) -> None:  # noqa: F811
+def test_a_selection_survives_new_text(page: Page, gateway: RunningGateway) -> None:
     page.goto(f"{gateway.url}/")
     settings(page, Temperature="2", Seed="1")
     say(page, "Tell me a very long story.")
@@ -377,7 +379,7 @@ def test_files_are_compressed_and_kept(gateway: RunningGateway) -> None:
     assert (again.status_code, again.content) == (304, b"")
 
 
-def test_the_page_of_the_api(page: Page, gateway: RunningGateway) -> None:  # noqa: F811
+def test_the_page_of_the_api(page: Page, gateway: RunningGateway) -> None:
     page.goto(f"{gateway.url}/docs")
     expect(page.locator("#status")).to_contain_text("is refused by its name")
     page.locator("summary", has_text="/v1/chat/completions").click()
@@ -386,7 +388,7 @@ def test_the_page_of_the_api(page: Page, gateway: RunningGateway) -> None:  # no
 
 
 @pytest.mark.parametrize(("width", "theme"), [(1280, "light"), (390, "dark")])
-def test_nothing_is_wider_than_the_screen(page: Page, gateway: RunningGateway, width: int, theme: Any) -> None:  # noqa: F811
+def test_nothing_is_wider_than_the_screen(page: Page, gateway: RunningGateway, width: int, theme: Any) -> None:
     page.emulate_media(color_scheme=theme)
     page.set_viewport_size({"width": width, "height": 900})
     opened(page, gateway.url, {"role": "user", "content": "Explain"}, {"role": "assistant", "content": TEXT})

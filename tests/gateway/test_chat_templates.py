@@ -1,16 +1,17 @@
 """Chat templates: the text is transformers', and what computes without end or takes all memory ends alone."""
 
-import copy
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from web_gateway import RunningGateway, running_gateway
+from web_gateway import RunningGateway, running_gateway, wait_until
 
 from swarmllm import LocalSwarm
 from swarmllm.errors import ConfigurationError
 from swarmllm.gateway.engine.chat_templates import MAX_CHARS, ChatTemplates
+
+pytestmark = pytest.mark.rotates(3, whole_file=True)
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},
@@ -107,12 +108,10 @@ def test_a_closed_one_leaves_nothing() -> None:
 @pytest.fixture(scope="module")
 def hostile(swarm: LocalSwarm) -> Iterator[RunningGateway]:
     """A gateway of a checkpoint whose template never ends."""
-    with running_gateway(swarm.initial_peers, served_name=("embedded",)) as gateway:
+    with running_gateway(swarm.initial_peers, served_name=("embedded",), chat_template=ENDLESS) as gateway:
         model = gateway.gateway.models.first
         model.templates.close()
         model.templates = ChatTemplates(limit_s=0.3)
-        model.tokenizer = copy.deepcopy(model.tokenizer)
-        model.tokenizer.chat_template = ENDLESS
         yield gateway
 
 
@@ -128,10 +127,12 @@ def test_eight_endless_loops_end_no_gateway(hostile: RunningGateway) -> None:
     def answer(path: str) -> str:
         return hostile.http.post(path, json={"messages": messages, **asked[path]}).text
 
+    wait_until(lambda: hostile.http.get("/health").status_code == 200, "the gateway saw all blocks")
     with ThreadPoolExecutor(8) as threads:
         answers = threads.map(answer, [*asked] * 2)
         for _ in range(8):  # beside them
-            assert hostile.http.get("/health").status_code == 200
+            health = hostile.http.get("/health")
+            assert health.status_code == 200, health.text
             completion = hostile.http.post("/v1/completions", json={"prompt": "Once", "max_tokens": 1})
             assert completion.status_code == 200, completion.text
         for text in answers:

@@ -4,7 +4,6 @@ difference.
 Where the shapes come from, as of November 2026, is said with each. Lengths are made short.
 """
 
-import copy
 import json
 from collections.abc import Iterator
 from contextlib import closing
@@ -12,8 +11,7 @@ from typing import Any
 
 import pytest
 from test_access import Socket
-from test_tools import TEMPLATE
-from web_gateway import NAME, RunningGateway, running_gateway
+from web_gateway import NAME, WITH_TOOLS, RunningGateway, running_gateway
 
 from swarmllm import LocalSwarm
 
@@ -294,10 +292,7 @@ REQUESTS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
 @pytest.fixture(scope="module")
 def asked(swarm: LocalSwarm) -> Iterator[RunningGateway]:
     """A gateway of a model whose template knows tools."""
-    with running_gateway(swarm.initial_peers, default_max_tokens=SHORT) as gateway:
-        model = gateway.gateway.models.first
-        model.tokenizer = copy.deepcopy(model.tokenizer)
-        model.tokenizer.chat_template = TEMPLATE
+    with running_gateway(swarm.initial_peers, default_max_tokens=SHORT, chat_template=WITH_TOOLS) as gateway:
         yield gateway
 
 
@@ -313,7 +308,7 @@ def test_requests_of_ordinary_programs(asked: RunningGateway, name: str) -> None
         assert json.loads(pieces[-1])["usage"]["completion_tokens"] == SHORT
 
 
-def test_what_programs_ask_before_they_chat(asked: RunningGateway) -> None:
+def test_requests_before_a_chat(asked: RunningGateway) -> None:
     http, model = asked.http, asked.gateway.models.first
     listed = http.get("/v1/models").json()["data"]
     assert [one["id"] for one in listed] == [NAME]
@@ -348,7 +343,7 @@ def test_a_websocket_says_it_at_the_end(asked: RunningGateway) -> None:
             assert last == {"done": True, "request": number} | ({"unused_fields": ["verbosity"]} if more else {})
 
 
-def test_what_could_change_the_answer_is_refused_as_before(asked: RunningGateway) -> None:
+def test_fields_that_could_change_the_answer_are_refused(asked: RunningGateway) -> None:
     for path, more in (
         ("/v1/chat/completions", {"best_of": 2}),
         ("/v1/completions", {"best_of": 3, "n": 2}),
@@ -358,7 +353,7 @@ def test_what_could_change_the_answer_is_refused_as_before(asked: RunningGateway
         assert asked.http.post(path, json={**body, **more}).status_code == 400
 
 
-def test_a_lenient_gateway_names_what_it_does_not_know(swarm: LocalSwarm) -> None:
+def test_a_lenient_gateway_names_unknown_fields(swarm: LocalSwarm) -> None:
     with running_gateway(swarm.initial_peers, lenient=True) as gateway:
         body = {"prompt": SAID, "max_tokens": 1, "provider": {"order": []}, "tränsforms\n": []}
         answer = gateway.http.post("/v1/completions", json=body)

@@ -7,14 +7,16 @@ import pytest
 import torch
 from web_gateway import RunningGateway
 
-from swarmllm.client.generation import MoreDecoding
+from swarmllm.client.distributed_model import DistributedModelForCausalLM
 from swarmllm.client.text_generation import TextConfig
-from swarmllm.decoding.dry import Dry
+from swarmllm.decoding.methods import Dry
 from swarmllm.decoding.options import DEFAULTS, DecodingOptions
-from swarmllm.decoding.text_so_far import tokens_with
+from swarmllm.decoding.processors import tokens_with
 from swarmllm.gateway.apis.chat_request import ChatRequest
 from swarmllm.gateway.apis.request_bodies import CompletionRequest
 from swarmllm.gateway.sampling import Sampler, SamplingOptions
+
+pytestmark = pytest.mark.rotates(3, whole_file=True)
 
 PROMPT = "Once upon a time there was a little"
 
@@ -30,9 +32,9 @@ def text_of(answer: Any) -> str:
 
 @pytest.fixture(scope="module")
 def local_text(local: Any, tokenizer: Any) -> Any:
-    """What the local model with the client's mixin writes."""
+    """The text of the local model with the mixin of the client."""
     kind = type(local)
-    local.__class__ = type(kind.__name__, (MoreDecoding, kind), {})
+    local.__class__ = type(kind.__name__, (DistributedModelForCausalLM, kind), {"swarm": None})
 
     def write(**options: Any) -> str:
         ids = tokenizer(PROMPT, return_tensors="pt").input_ids
@@ -97,13 +99,13 @@ def test_a_seed_is_one_text_of_each_row(gateway: RunningGateway, options: dict[s
         ({"dry_multiplier": 1, "dry_sequence_breakers": ["x" * 65]}, "dry_sequence_breakers"),
     ],
 )
-def test_what_cannot_work_is_refused(gateway: RunningGateway, body: dict[str, Any], words: str) -> None:
+def test_options_that_cannot_work_are_refused(gateway: RunningGateway, body: dict[str, Any], words: str) -> None:
     answer = ask(gateway, **body)
     assert answer.status_code == 400
     assert words in answer.json()["error"]["message"]
 
 
-def test_who_sends_all_that_is_known_gets_the_same_text(gateway: RunningGateway) -> None:
+def test_all_defaults_together_change_nothing(gateway: RunningGateway) -> None:
     assert text_of(ask(gateway, **{**DEFAULTS, "top_n_sigma": -1})) == text_of(ask(gateway))
 
 

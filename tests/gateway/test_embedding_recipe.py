@@ -1,4 +1,4 @@
-"""What a checkpoint's files say of its embeddings: honoured, or refused when the model is opened."""
+"""Recipes of embeddings in a checkpoint's files: honoured, or refused when the model is opened."""
 
 import json
 import shutil
@@ -37,7 +37,7 @@ def test_several_poolings_are_joined(tmp_path: Path) -> None:
     assert recipe_of(open_checkpoint(str(directory))) == EmbeddingRecipe(pooling=("max",))
 
 
-def test_what_cannot_be_computed_is_refused_when_the_model_is_opened(tmp_path: Path) -> None:
+def test_unknown_recipes_are_refused_at_the_start(tmp_path: Path) -> None:
     directory = save(KINDS["bert"], tmp_path / "checkpoint")
 
     def refuses(what: str) -> None:
@@ -67,7 +67,7 @@ def test_what_cannot_be_computed_is_refused_when_the_model_is_opened(tmp_path: P
     refuses("is not valid JSON")
 
 
-def test_what_neither_writes_nor_embeds_is_refused(tmp_path: Path) -> None:
+def test_other_tasks_are_refused(tmp_path: Path) -> None:
     BertForSequenceClassification(KINDS["bert"].config).save_pretrained(tmp_path)
     with pytest.raises(ConfigurationError, match="tells 2 classes of texts apart, and a gateway offers"):
         ModelChoice.open(GatewayConfig(model=(str(tmp_path),), initial_peers=()))
@@ -78,7 +78,7 @@ def test_an_encoder_that_fills_gaps_embeds(tmp_path: Path) -> None:
     assert recipe_of(open_checkpoint(str(tmp_path))) == EmbeddingRecipe()
 
 
-def test_what_writes_has_no_recipe(tmp_path: Path) -> None:
+def test_a_model_that_writes_text_has_no_recipe(tmp_path: Path) -> None:
     T5ForConditionalGeneration(
         T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
     ).save_pretrained(tmp_path)

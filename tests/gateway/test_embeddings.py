@@ -15,6 +15,8 @@ from web_gateway import OPTIONS, RunningGateway, local_swarm, running_gateway
 
 from swarmllm import LocalSwarm, embedded_model_path
 
+pytestmark = pytest.mark.rotates(3, whole_file=True)
+
 
 @dataclass(frozen=True)
 class Service:
@@ -42,7 +44,7 @@ def close(got: Any, expected: Tensor) -> None:
     torch.testing.assert_close(torch.tensor(got), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_openai_clients_get_what_the_local_model_gives(service: Service) -> None:
+def test_embeddings_for_openai_clients_equal_the_local_model(service: Service) -> None:
     openai, reference = service.gateway.openai, service.reference
     found = openai.embeddings.create(model=service.name, input=TEXTS)  # this client asks for base64
     assert [one.index for one in found.data] == [0, 1, 2]
@@ -101,7 +103,7 @@ def test_ollama_has_the_same(service: Service) -> None:
     assert http.post("/api/show", json={"model": service.name}).json()["capabilities"] == ["embedding"]
 
 
-def test_what_is_too_long_is_refused_or_cut_where_that_is_asked(service: Service) -> None:
+def test_long_texts_are_refused_or_cut_on_request(service: Service) -> None:
     http = service.gateway.http
     model = next(iter(service.gateway.gateway.models))
     assert model.max_length == (40 if service.reference.lower else 64)
@@ -160,7 +162,7 @@ def test_a_model_that_embeds_does_not_write(service: Service) -> None:
     assert counted["tokens"] == service.reference.ids("Tom")
 
 
-def test_a_model_that_writes_says_what_to_do(gateway: RunningGateway) -> None:
+def test_a_text_model_names_the_right_address(gateway: RunningGateway) -> None:
     with pytest.raises(
         openai.BadRequestError, match=r"writes text and gives no embeddings: ask .*, or start the gateway with"
     ):

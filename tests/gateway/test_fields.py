@@ -18,9 +18,11 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from web_gateway import RunningGateway
 
 from swarmllm.errors import ConfigurationError
+from swarmllm.gateway.apis.anthropic import MessagesRequest
 from swarmllm.gateway.apis.audio import TranscriptionRequest, TranslationRequest
 from swarmllm.gateway.apis.chat_request import ChatRequest
 from swarmllm.gateway.apis.embeddings import EmbeddingsRequest
+from swarmllm.gateway.apis.ollama import OllamaChat, OllamaGenerate, Options
 from swarmllm.gateway.apis.request_bodies import Body, CompletionRequest, refuse_unknown
 from swarmllm.gateway.apis.responses import ResponsesRequest
 from swarmllm.gateway.errors import ApiError
@@ -28,16 +30,8 @@ from swarmllm.gateway.sampling import Constraint, NotYet, Sampler, SamplingOptio
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Tell me a story about a fox."}]
 PROMPT = "Once upon a time"
-REQUIRED: dict[type, dict[str, Any]] = {
-    ChatRequest: {"messages": MESSAGES},
-    CompletionRequest: {"prompt": PROMPT},
-    ResponsesRequest: {"input": PROMPT},
-    EmbeddingsRequest: {"input": PROMPT},
-    TranscriptionRequest: {"file": ""},
-    TranslationRequest: {"file": ""},
-}
-
-# As of 2026-11: https://platform.openai.com/docs/api-reference and vLLM's protocol of its OpenAI server.
+# As of 2026-11: https://platform.openai.com/docs/api-reference, vLLM's protocol of its OpenAI server, and the request
+# types of the packages anthropic 2.13 and ollama 0.6.3.
 OF_BOTH = """frequency_penalty logit_bias logprobs max_tokens model n presence_penalty seed stop stream stream_options
 temperature top_p user top_k min_p repetition_penalty length_penalty stop_token_ids include_stop_str_in_output
 ignore_eos min_tokens skip_special_tokens spaces_between_special_tokens truncate_prompt_tokens allowed_token_ids
@@ -58,29 +52,39 @@ chat_template_kwargs use_activation pooling_params add_generation_prompt continu
 OF_SPEECH = """file model language prompt response_format timestamp_granularities temperature stream
 stream_include_usage stream_continuous_usage_stats vllm_xargs to_language top_p top_k min_p seed frequency_penalty
 repetition_penalty presence_penalty max_completion_tokens hotwords use_beam_search n length_penalty"""
-KINDS: dict[Any, tuple[str, Any]] = {  # what is listed above, and all that the client of openai can send
+OF_ANTHROPIC = """max_tokens messages model cache_control container diagnostics inference_geo metadata output_config
+speed service_tier stop_sequences system thinking tool_choice tools user_profile_id workspace_id stream temperature
+top_p top_k mcp_servers context_management"""
+OF_OLLAMAS_CHATS = "model stream options format keep_alive messages tools think logprobs top_logprobs truncate shift"
+OF_OLLAMAS_PROMPTS = "model stream options format keep_alive prompt suffix system template context raw images think"
+OF_OLLAMAS_OPTIONS = """numa num_ctx num_batch num_gpu main_gpu low_vram logits_all vocab_only use_mmap use_mlock
+embedding_only num_thread num_keep seed num_predict top_k top_p tfs_z typical_p repeat_last_n temperature repeat_penalty
+min_p stop presence_penalty frequency_penalty mirostat mirostat_tau mirostat_eta penalize_newline"""
+KINDS: dict[type[Body], tuple[str, Any]] = {  # the names listed above, and all that the client of openai can send
     ChatRequest: (OF_BOTH + " " + OF_CHATS, chat_params.CompletionCreateParamsBase),
-    CompletionRequest: (OF_BOTH + " " + OF_COMPLETIONS, completion_params.CompletionCreateParamsBase),
+    CompletionRequest: (
+        OF_BOTH.replace("response_format ", "") + " " + OF_COMPLETIONS,
+        completion_params.CompletionCreateParamsBase,
+    ),
     ResponsesRequest: (OF_RESPONSES, response_params.ResponseCreateParamsBase),
     EmbeddingsRequest: (OF_EMBEDDINGS, embedding_params.EmbeddingCreateParams),
     TranscriptionRequest: (OF_SPEECH, transcription_params.TranscriptionCreateParamsStreaming),
     TranslationRequest: (OF_SPEECH, translation_params.TranslationCreateParams),
+    MessagesRequest: (OF_ANTHROPIC, None),
+    OllamaChat: (OF_OLLAMAS_CHATS, None),
+    OllamaGenerate: (OF_OLLAMAS_PROMPTS, None),
+    Options: (OF_OLLAMAS_OPTIONS, None),
 }
-FIELDS = [
-    (kind, name)
-    for kind, (names, params) in KINDS.items()
-    for name in sorted({*names.split(), *params.__annotations__})
-]
 
 
-@pytest.mark.parametrize(("kind", "name"), FIELDS, ids=lambda one: getattr(one, "__name__", one))
-def test_none_is_unknown(kind: type[Body], name: str) -> None:
-    """Each is a field with checks of its own, or listed as harmless with the values that are; others are refused."""
-    if name == "response_format" and kind is CompletionRequest:
-        pytest.skip("only chats have it here")
-    assert name in kind.known_names()
-    if name in kind.harmless and kind.harmless[name] == ():
-        body = kind.model_validate({**REQUIRED[kind], name: "anything"})
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_each_field_is_known_and_honoured_or_refused_by_name(kind: type[Body]) -> None:
+    """A known field has checks of its own, or is listed as harmless with its harmless values."""
+    names, params = KINDS[kind]
+    names_of_client = params.__annotations__ if params is not None else ()
+    assert {*names.split(), *names_of_client} <= {*kind.known_names()}
+    for name in (name for name, values in kind.harmless.items() if values == ()):
+        body = kind.model_construct(**{name: "anything"})
         with pytest.raises(ApiError, match=f"{name} is not supported here: leave it out") as refused:
             refuse_unknown(body, lenient=True)
         assert (refused.value.status, refused.value.param) == (400, name)
@@ -100,7 +104,7 @@ def test_none_is_unknown(kind: type[Body], name: str) -> None:
         ({"x" * 5000: 1}, "leave it out"),
     ],
 )
-def test_what_is_refused_and_when_it_is_not(more: dict[str, Any], words: str) -> None:
+def test_fields_that_are_refused(more: dict[str, Any], words: str) -> None:
     body = ChatRequest.model_validate({"messages": MESSAGES, **more})
     with pytest.raises(ApiError) as refused:
         refuse_unknown(body, lenient=False)
@@ -110,7 +114,7 @@ def test_what_is_refused_and_when_it_is_not(more: dict[str, Any], words: str) ->
         refuse_unknown(body, lenient=True)
 
 
-def test_what_makes_no_difference() -> None:
+def test_harmless_fields_change_nothing() -> None:
     harmless = {
         "user": "me",
         "metadata": {"a": 1},
@@ -149,7 +153,7 @@ def test_over_http(gateway: RunningGateway) -> None:
         ({"messages": [{"role": "robot", "content": "x"}]}, "'system', 'developer', 'user', 'assistant' or 'tool'"),
         ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "'input_audio' can't be read"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "if it is of type image_url"),
-        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_regex and guided_choice both say"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_regex and guided_choice both constrain"),
         ({"guided_regex": "("}, "guided_regex: the regular expression can't be used"),
         ({"guided_grammar": "start"}, "guided_grammar: the grammar can't be used"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json: the JSON schema can't be used"),
@@ -183,7 +187,7 @@ def ask(gateway: RunningGateway, **more: Any) -> Any:
         ({"structured_outputs": {"regex": "(ab){2,3}"}}, "(ab){2,3}"),
     ],
 )
-def test_what_the_answer_must_look_like(gateway: RunningGateway, more: dict[str, Any], pattern: str) -> None:
+def test_constraints(gateway: RunningGateway, more: dict[str, Any], pattern: str) -> None:
     for temperature in (0, 1):
         choice = ask(gateway, **more, temperature=temperature, seed=3, max_tokens=60)["choices"][0]
         assert re.fullmatch(pattern, choice["text"]), choice

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pydantic
 import pytest
 from openai import pydantic_function_tool
-from test_tools import MESSAGES, TOOLS, tooled  # noqa: F401
+from test_tools import MESSAGES, TOOLS
 from web_gateway import NAME, RunningGateway
 
 SAID: Any = [{"role": "user", "content": "Tell me a story about a fox."}]
@@ -31,7 +31,7 @@ class Weather(pydantic.BaseModel, extra="forbid"):
 
 
 class Fox(pydantic.BaseModel, extra="forbid"):
-    """What a story is about."""
+    """The subject of a story."""
 
     legs: int = pydantic.Field(ge=2, le=4)
     red: bool
@@ -40,7 +40,7 @@ class Fox(pydantic.BaseModel, extra="forbid"):
 # ---------------------------------------------------------------------- openai
 
 
-def test_openais_helper_parses_calls(tooled: RunningGateway) -> None:  # noqa: F811
+def test_openais_helper_parses_calls(tooled: RunningGateway) -> None:
     asked: Any = {"model": NAME, "messages": MESSAGES, "tool_choice": "required", "max_tokens": 200, "seed": 2}
     asked["tools"] = [pydantic_function_tool(Weather, name="weather")]
     completion = tooled.openai.chat.completions.parse(**asked)
@@ -91,7 +91,7 @@ def chunks_of(gateway: RunningGateway, body: dict[str, Any]) -> list[dict[str, A
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
-def test_open_webuis_turn(tooled: RunningGateway) -> None:  # noqa: F811
+def test_open_webuis_turn(tooled: RunningGateway) -> None:
     user = {"role": "user", "content": "How is the weather in Rome?"}
     body = {"model": NAME, "messages": [{"role": "system", "content": "Be short."}, user], **SETTINGS}
     body["stream_options"] = {"include_usage": True}
@@ -124,9 +124,10 @@ def test_open_webuis_tasks(gateway: RunningGateway) -> None:
 # ---------------------------------------------------------------------- langchain
 
 
-@pytest.mark.slow
-def test_langchain_binds_tools(tooled: RunningGateway) -> None:  # noqa: F811
-    langchain = pytest.importorskip("langchain_openai")
+@pytest.mark.lane("trainers")
+def test_langchain_binds_tools(tooled: RunningGateway) -> None:
+    import langchain_openai as langchain
+
     asked: Any = {"base_url": f"{tooled.url}/v1", "api_key": "none", "model": NAME, "seed": 2, "max_tokens": 200}
     bound = langchain.ChatOpenAI(**asked).bind_tools([Weather], tool_choice="required")
     said = [("user", "How is the weather in Rome?")]

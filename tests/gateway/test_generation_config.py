@@ -18,6 +18,8 @@ from swarmllm.client.text_generation import TEXT_FIELDS, TextConfig, take_over_p
 from swarmllm.errors import ConfigurationError
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 
+pytestmark = pytest.mark.rotates(3, whole_file=True)
+
 PROMPT = "Once upon a time there was a little"
 NUM_TOKENS = 10
 OWN = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -169,7 +171,7 @@ def test_the_lists_here_are_complete() -> None:
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_what_is_taken_over_gives_the_text_of_transformers(
+def test_accepted_fields_give_the_text_of_transformers(
     asking: RunningGateway, local: Any, tokenizer: Any, tmp_path: Path, place: int
 ) -> None:
     swarm, text = asking.gateway.models.first.swarm, written(local, tokenizer)
@@ -192,7 +194,7 @@ def test_what_is_taken_over_gives_the_text_of_transformers(
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_what_is_about_sampling_holds_unless_the_request_says_otherwise(
+def test_sampling_fields_hold_unless_the_request_has_its_own(
     asking: RunningGateway, tmp_path: Path, place: int
 ) -> None:
     prefer(asking, loaded(tmp_path, {}))
@@ -258,14 +260,14 @@ def test_a_stop_text_of_the_checkpoint_ends_answers(asking: RunningGateway, tmp_
     ],
     ids=str,
 )
-def test_what_cannot_be_used_is_refused_at_the_start(
+def test_unusable_values_are_refused_at_the_start(
     asking: RunningGateway, tmp_path: Path, fields: dict[str, Any]
 ) -> None:
     with pytest.raises(ConfigurationError, match=r"can't be used: .*correct the file or delete it"):
         prefer(asking, loaded(tmp_path, fields))
 
 
-def test_what_is_not_done_is_said_once(
+def test_ignored_fields_are_logged_once(
     asking: RunningGateway, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     prefer(asking, loaded(tmp_path, {"num_beams": 4, "max_time": 0.1, "use_cache": False, "top_k": 50}))

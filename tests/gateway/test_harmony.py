@@ -1,6 +1,5 @@
 """gpt-oss: its channels are thoughts, answer and calls, however the text is cut; and how much it thinks can be said."""
 
-import copy
 import itertools
 import json
 from collections.abc import Iterator
@@ -46,7 +45,7 @@ def test_channels_however_they_are_cut(cuts: list[int]) -> None:
 
 
 @given(text=st.text("ab<|> ", max_size=20), cuts=st.lists(st.integers(0, 20), max_size=4))
-def test_what_keeps_to_no_form_is_text(text: str, cuts: list[int]) -> None:
+def test_an_unknown_form_is_text(text: str, cuts: list[int]) -> None:
     assert read(HarmonyReader(), text, cuts) == ("", text, [])
 
 
@@ -66,10 +65,7 @@ TEMPLATE = """{# <|channel|> {{ tools }} #}Effort {{ reasoning_effort or "medium
 @pytest.fixture(scope="module")
 def harmonic(swarm: LocalSwarm) -> Iterator[RunningGateway]:
     """A model whose template writes channels."""
-    with running_gateway(swarm.initial_peers) as gateway:
-        model = gateway.gateway.models.first
-        model.tokenizer = copy.deepcopy(model.tokenizer)
-        model.tokenizer.chat_template = TEMPLATE
+    with running_gateway(swarm.initial_peers, chat_template=TEMPLATE) as gateway:
         yield gateway
 
 
@@ -112,7 +108,7 @@ def test_efforts_and_earlier_thoughts(harmonic: RunningGateway, gateway: Running
 
 
 def test_going_on_with_the_last_message(gateway: RunningGateway, local: Any, tokenizer: Any) -> None:
-    """What is written is the same as if the model had written the beginning itself."""
+    """The text is the same as if the model had written the beginning itself."""
     asked: Any = {"model": NAME, "messages": MESSAGES, "max_tokens": 24, "temperature": 0}
     whole = gateway.openai.chat.completions.create(**asked).choices[0].message.content
     cut = whole[: whole.index(" ", len(whole) // 2)]

@@ -66,7 +66,7 @@ class SlowReader:
         self._socket.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
 
     def begins(self) -> bool:
-        """Whether the answer is a stream; nothing of that is read."""
+        """The answer is a stream. Nothing of the stream is read."""
         return self._socket.recv(len(OK), socket.MSG_WAITALL) == OK
 
     def read(self) -> bytes:

@@ -1,4 +1,4 @@
-"""What a gateway and its servers tell Prometheus, and that the dashboard in examples/ asks for nothing else."""
+"""Metrics of a gateway and its servers; the dashboard in examples/ uses no others."""
 
 import json
 import re
@@ -20,7 +20,7 @@ def gateway(swarm: LocalSwarm) -> Iterator[RunningGateway]:
         yield gateway
 
 
-def test_servers_count_what_they_do(gateway: RunningGateway, swarm: LocalSwarm) -> None:
+def test_metrics_of_servers(gateway: RunningGateway, swarm: LocalSwarm) -> None:
     before = [server_metrics(server) for server in swarm.servers]
     gateway.http.post("/v1/completions", json={"prompt": [[1, 5, 6, 7]], "max_tokens": 5, "logit_bias": {"2": -100}})
     for server, old in zip(swarm.servers, before, strict=True):
@@ -35,7 +35,7 @@ def test_servers_count_what_they_do(gateway: RunningGateway, swarm: LocalSwarm) 
         assert now["swarmllm_relay_reservations"] == now["swarmllm_relay_bytes_total"] == 0
 
 
-def test_the_gateway_counts_what_it_answers(gateway: RunningGateway, swarm: LocalSwarm) -> None:
+def test_metrics_of_the_gateway(gateway: RunningGateway, swarm: LocalSwarm) -> None:
     def samples() -> dict[tuple[str, str], float]:
         text = gateway.http.get("/metrics").text
         return {

@@ -1,4 +1,4 @@
-"""What stands between two texts: `suffix` of completions, for models whose tokenizer has tokens for it."""
+"""Text between two others: `suffix` of completions, for models whose tokenizer has tokens for it."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -77,7 +77,7 @@ def test_clients_can_find_out(filling: RunningGateway) -> None:
     assert ".Suffix" in shown["template"], "where Continue looks for it"
 
 
-def test_who_has_not_learned_it_says_so(gateway: RunningGateway, filling: RunningGateway) -> None:
+def test_a_model_without_the_tokens_refuses_it(gateway: RunningGateway, filling: RunningGateway) -> None:
     body = {"prompt": PREFIX, "suffix": SUFFIX}
     answer = gateway.http.post("/v1/completions", json=body)
     assert answer.status_code == 400

@@ -54,7 +54,7 @@ def several(other: Path, poet: Path) -> Iterator[RunningGateway]:
 
 @pytest.fixture(scope="module")
 def expected(other: Path, poet: Path) -> dict[str, str]:
-    """What each of them writes, on this machine alone."""
+    """The text of each of them, on this machine alone."""
     tokenizer = AutoTokenizer.from_pretrained(embedded_model_path())
     ids = tokenizer(PROMPT, return_tensors="pt").input_ids
 
@@ -159,7 +159,7 @@ def test_a_model_and_its_adapter(tmp_path: Path) -> None:
         ({"identity_path": "key"}, "identity_path goes with one model only"),
     ],
 )
-def test_what_goes_with_one_model_only(settings: dict[str, Any], words: str) -> None:
+def test_settings_for_one_model_only(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         GatewayConfig(model=("m", "n"), **settings)
 

@@ -20,7 +20,7 @@ MESSAGES: list[Any] = [{"role": "user", "content": "Tell me a story about a fox.
 PROMPT = "Once upon a time"
 
 
-def test_completion_is_what_the_local_model_writes(gateway: RunningGateway, greedy: Any, tokenizer: Any) -> None:
+def test_completions_equal_the_local_model(gateway: RunningGateway, greedy: Any, tokenizer: Any) -> None:
     ids = tokenizer(PROMPT).input_ids
     answer = gateway.openai.completions.create(model=NAME, prompt=PROMPT, max_tokens=24, temperature=0)
     assert answer.choices[0].text == greedy(ids, 24)
@@ -59,7 +59,7 @@ def test_a_stream_brings_the_same_as_a_whole_answer(gateway: RunningGateway, n: 
     assert len(chunks) > 20
 
 
-def test_a_seed_gives_the_same_text_whatever_happens_beside_it(gateway: RunningGateway) -> None:
+def test_a_seed_gives_the_same_text_under_load(gateway: RunningGateway) -> None:
     def ask(seed: int) -> list[str]:
         answer = gateway.openai.completions.create(model=NAME, prompt=PROMPT, max_tokens=16, seed=seed, n=2)
         return [choice.text for choice in answer.choices]
@@ -376,10 +376,10 @@ def test_events_and_traces_come_when_asked_for(gateway: RunningGateway) -> None:
     assert "swarm" not in plain
 
 
-@pytest.mark.slow
+@pytest.mark.lane("trainers")
 def test_langchain_uses_it_as_it_uses_openai(gateway: RunningGateway, greedy: Any, tokenizer: Any) -> None:
-    """Runs in `make test-trainers`: it brings very much along."""
-    langchain = pytest.importorskip("langchain_openai")
+    import langchain_openai as langchain
+
     ids = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=True)["input_ids"]
     asked: Any = {"base_url": f"{gateway.url}/v1", "api_key": "none", "model": NAME, "temperature": 0}
     chat = langchain.ChatOpenAI(**asked, max_tokens=24)

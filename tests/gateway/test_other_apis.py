@@ -4,20 +4,17 @@ Their own clients are tried too: `openai` always, `anthropic` and `ollama` where
 (`make test-trainers`).
 """
 
-import copy
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
-from test_tools import TEMPLATE, TOOLS
+from test_tools import TOOLS
 from web_gateway import NAME, RunningGateway, running_gateway
 
 from swarmllm import LocalSwarm
 from swarmllm.gateway.apis.anthropic import MessagesRequest
-from swarmllm.gateway.apis.ollama import OllamaChat, OllamaGenerate, Options
-from swarmllm.gateway.apis.request_bodies import Body, refuse_unknown
+from swarmllm.gateway.apis.ollama import OllamaChat
 from swarmllm.gateway.apis.responses import Item, ResponsesRequest, StoredResponses
 from swarmllm.gateway.errors import ApiError
 
@@ -27,69 +24,13 @@ PLAIN: dict[str, Any] = {"model": NAME, "messages": MESSAGES}
 
 
 @pytest.fixture(scope="module")
-def tooled(swarm: LocalSwarm) -> Iterator[RunningGateway]:
-    with running_gateway(swarm.initial_peers) as gateway:
-        model = gateway.gateway.models.first
-        model.tokenizer = copy.deepcopy(model.tokenizer)
-        model.tokenizer.chat_template = TEMPLATE
-        yield gateway
-
-
-@pytest.fixture(scope="module")
 def story(greedy: Any, tokenizer: Any) -> str:
     """The likeliest 24 tokens."""
     ids = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=True)["input_ids"]
     return str(greedy(ids, 24))
 
 
-def post(gateway: RunningGateway, path: str, body: dict[str, Any]) -> Any:
-    response = gateway.http.post(path, json=body)
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
-def events(gateway: RunningGateway, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    with gateway.http.stream("POST", path, json={**body, "stream": True}) as response:
-        assert response.status_code == 200, response.read()
-        lines = list(response.iter_lines())
-    found = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith(("data: {", "{"))]
-    named = [line.removeprefix("event: ") for line in lines if line.startswith("event: ")]
-    assert not named or named == [one["type"] for one in found]
-    return found
-
-
 # ---------------------------------------------------------------------- fields
-
-# As of 2026-11: the request types of the packages openai 3.52, anthropic 2.13 and ollama 0.6.3.
-ANTHROPIC = """max_tokens messages model cache_control container diagnostics inference_geo metadata output_config speed
-service_tier stop_sequences system thinking tool_choice tools user_profile_id workspace_id stream temperature top_p
-top_k mcp_servers context_management"""
-RESPONSES = """access_programs background context_management conversation image include input instructions model
-max_output_tokens max_tool_calls metadata moderation parallel_tool_calls previous_response_id prompt prompt_cache_key
-prompt_cache_options prompt_cache_retention reasoning safety_identifier service_tier store stream stream_options
-temperature text tool_choice tools top_logprobs top_p truncation user"""
-CHAT = "model stream options format keep_alive messages tools think logprobs top_logprobs truncate shift"
-GENERATE = "model stream options format keep_alive prompt suffix system template context raw images think"
-OPTIONS = """numa num_ctx num_batch num_gpu main_gpu low_vram logits_all vocab_only use_mmap use_mlock embedding_only
-num_thread num_keep seed num_predict top_k top_p tfs_z typical_p repeat_last_n temperature repeat_penalty min_p stop
-presence_penalty frequency_penalty mirostat mirostat_tau mirostat_eta penalize_newline"""
-KNOWN: list[tuple[type[Body], str]] = [
-    (MessagesRequest, ANTHROPIC),
-    (ResponsesRequest, RESPONSES),
-    (OllamaChat, CHAT),
-    (OllamaGenerate, GENERATE),
-    (Options, OPTIONS),
-]
-
-
-@pytest.mark.parametrize(("kind", "names"), KNOWN, ids=lambda one: getattr(one, "__name__", ""))
-def test_no_field_is_unknown(kind: type[Body], names: str) -> None:
-    assert set(names.split()) <= set(kind.known_names())
-    for name, values in kind.harmless.items():
-        if values == ():
-            body = kind.model_construct(**{name: "x"})
-            with pytest.raises(ApiError, match=f"{name} is not supported here"):
-                refuse_unknown(body, lenient=True)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +60,7 @@ def test_no_field_is_unknown(kind: type[Body], names: str) -> None:
         ("/api/embed", {"messages": None, "input": "a"}, "gives no embeddings"),
     ],
 )
-def test_what_is_refused_in_each_shape(gateway: RunningGateway, path: str, more: dict[str, Any], words: str) -> None:
+def test_errors_in_each_shape(gateway: RunningGateway, path: str, more: dict[str, Any], words: str) -> None:
     response = gateway.http.post(path, json={**PLAIN, **more})
     assert response.status_code in (400, 404), response.text
     found = response.json()
@@ -133,35 +74,35 @@ def test_what_is_refused_in_each_shape(gateway: RunningGateway, path: str, more:
 
 def test_messages(gateway: RunningGateway, story: str) -> None:
     asked = {**PLAIN, "max_tokens": 24, "temperature": 0}
-    found = post(gateway, "/v1/messages", asked)
+    found = gateway.post("/v1/messages", **asked)
     assert found["content"] == [{"type": "text", "text": story}]
     assert (found["stop_reason"], found["usage"]["output_tokens"]) == ("max_tokens", 24)
-    told = events(gateway, "/v1/messages", asked)
+    told = gateway.events("/v1/messages", **asked)
     kinds = [one["type"] for one in told]
     assert kinds[:2] == ["message_start", "content_block_start"]
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
     assert "".join(one["delta"].get("text", "") for one in told if one["type"] == "content_block_delta") == story
-    count = post(gateway, "/v1/messages/count_tokens", PLAIN)
+    count = gateway.post("/v1/messages/count_tokens", **PLAIN)
     assert count["input_tokens"] == found["usage"]["input_tokens"]
     word = story.split()[4]
-    stopped = post(gateway, "/v1/messages", {**asked, "stop_sequences": ["@@", word]})
+    stopped = gateway.post("/v1/messages", **{**asked, "stop_sequences": ["@@", word]})
     assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", word)
     begun = story[: story.index(" ", 20)]
     going_on = [*MESSAGES, {"role": "assistant", "content": begun}]
-    on = post(gateway, "/v1/messages", {**asked, "messages": going_on})["content"][0]["text"]
+    on = gateway.post("/v1/messages", **{**asked, "messages": going_on})["content"][0]["text"]
     more = {"continue_final_message": True, "add_generation_prompt": False}
-    same = post(gateway, "/v1/chat/completions", {**asked, "messages": going_on, **more})
+    same = gateway.post("/v1/chat/completions", **{**asked, "messages": going_on, **more})
     assert on == same["choices"][0]["message"]["content"]
 
 
 def test_calls_of_tools_in_blocks(tooled: RunningGateway) -> None:
     tool = {"name": "weather", "input_schema": TOOLS[0]["function"]["parameters"]}
     asked = {**PLAIN, "max_tokens": 200, "tools": [tool], "tool_choice": {"type": "any"}, "top_k": 1}
-    found = post(tooled, "/v1/messages", asked)
+    found = tooled.post("/v1/messages", **asked)
     (call,) = found["content"]
     assert (found["stop_reason"], call["type"], call["name"]) == ("tool_use", "tool_use", "weather")
     assert call["input"]["city"] in ("Rome", "Oslo")
-    told = events(tooled, "/v1/messages", asked)
+    told = tooled.events("/v1/messages", **asked)
     deltas = [one["delta"]["partial_json"] for one in told if one["type"] == "content_block_delta"]
     assert len(deltas) > 3
     assert json.loads("".join(deltas)) == call["input"]
@@ -174,19 +115,21 @@ def test_calls_of_tools_in_blocks(tooled: RunningGateway) -> None:
 
 def test_thoughts_in_blocks(thinking: RunningGateway) -> None:
     asked = {**PLAIN, "max_tokens": 16, "temperature": 0, "thinking": {"type": "adaptive"}}
-    thought, text = post(thinking, "/v1/messages", asked)["content"]
+    thought, text = thinking.post("/v1/messages", **asked)["content"]
     assert (thought["type"], text) == ("thinking", {"type": "text", "text": ""})
-    told = events(thinking, "/v1/messages", asked)
+    told = thinking.events("/v1/messages", **asked)
     assert "".join(one["delta"].get("thinking", "") for one in told if "delta" in one) == thought["thinking"]
     refused = thinking.http.post("/v1/messages", json={**asked, "thinking": {"type": "disabled"}})
     assert "can't be told not to think" in refused.json()["error"]["message"]
-    assert events(thinking, "/api/chat", {**PLAIN, "options": {"num_predict": 4}})[0]["message"]["thinking"]
-    kinds = [one["type"] for one in events(thinking, "/v1/responses", {"input": SAID, "max_output_tokens": 8})]
+    assert thinking.events("/api/chat", **{**PLAIN, "options": {"num_predict": 4}})[0]["message"]["thinking"]
+    kinds = [one["type"] for one in thinking.events("/v1/responses", input=SAID, max_output_tokens=8)]
     assert "response.reasoning_text.delta" in kinds
 
 
+@pytest.mark.lane("trainers")
 def test_anthropics_client(gateway: RunningGateway, story: str) -> None:
-    anthropic = pytest.importorskip("anthropic")
+    import anthropic
+
     client = anthropic.Anthropic(base_url=gateway.url, api_key="none", max_retries=0)
     asked: Any = {"model": NAME, "messages": MESSAGES, "max_tokens": 24}
     asked["extra_body"] = {"temperature": 0}
@@ -242,7 +185,7 @@ def test_items_of_calls(tooled: RunningGateway) -> None:
     assert [message.role for message in chat.messages] == ["user", "assistant", "tool"]
 
 
-def test_what_is_stored_is_bounded_and_private() -> None:
+def test_stored_responses_are_bounded_and_private() -> None:
     stored = StoredResponses(300)
     for name in "abc":
         stored.keep(name, "me", {"output": "x" * 100}, [])
@@ -262,25 +205,25 @@ def test_what_is_stored_is_bounded_and_private() -> None:
 
 def test_ollamas_chat(gateway: RunningGateway, story: str) -> None:
     asked: dict[str, Any] = {**PLAIN, "model": f"{NAME}:latest", "options": {"temperature": 0, "num_predict": 24}}
-    *lines, last = events(gateway, "/api/chat", asked)
+    *lines, last = gateway.events("/api/chat", **asked)
     assert "".join(line["message"]["content"] for line in lines) == story
     assert (last["done"], last["done_reason"], last["eval_count"]) == (True, "length", 24)
-    whole = post(gateway, "/api/chat", {**asked, "stream": False})
+    whole = gateway.post("/api/chat", **{**asked, "stream": False})
     assert whole["message"]["content"] == story
-    generated = post(gateway, "/api/generate", {**asked, "messages": None, "prompt": SAID, "stream": False})
+    generated = gateway.post("/api/generate", **{**asked, "messages": None, "prompt": SAID, "stream": False})
     assert generated["response"] == story
     raw = {"model": NAME, "prompt": "Once", "raw": True, "stream": False, "options": asked["options"]}
     direct = gateway.openai.completions.create(model=NAME, prompt="Once", max_tokens=24, temperature=0)
-    assert post(gateway, "/api/generate", raw)["response"] == direct.choices[0].text
-    assert post(gateway, "/api/generate", {"model": NAME})["done_reason"] == "load"
+    assert gateway.post("/api/generate", **raw)["response"] == direct.choices[0].text
+    assert gateway.post("/api/generate", model=NAME)["done_reason"] == "load"
     schema = {"enum": ["a", "b"]}
-    assert post(gateway, "/api/chat", {**PLAIN, "format": schema, "stream": False})["message"]["content"] in (
+    assert gateway.post("/api/chat", **{**PLAIN, "format": schema, "stream": False})["message"]["content"] in (
         '"a"',
         '"b"',
     )
     (listed,) = gateway.http.get("/api/tags").json()["models"]
     assert listed["name"] == NAME
-    shown = post(gateway, "/api/show", {"model": NAME})
+    shown = gateway.post("/api/show", model=NAME)
     assert (shown["capabilities"], shown["model_info"]["llama.context_length"]) == (["completion"], 2048)
     assert gateway.http.get("/api/version").json()["version"]
 
@@ -293,13 +236,15 @@ def test_ollamas_calls(tooled: RunningGateway) -> None:
     calls = chat.messages[1].tool_calls
     assert calls is not None
     assert chat.messages[2].tool_call_id == calls[0].id
-    assert events(tooled, "/api/chat", {**asked.model_dump(exclude_none=True), "options": {"num_predict": 4}})[-1][
+    assert tooled.events("/api/chat", **{**asked.model_dump(exclude_none=True), "options": {"num_predict": 4}})[-1][
         "done"
     ]
 
 
+@pytest.mark.lane("trainers")
 def test_ollamas_client(gateway: RunningGateway, story: str) -> None:
-    ollama = pytest.importorskip("ollama")
+    import ollama
+
     client = ollama.Client(host=gateway.url)
     options = {"temperature": 0, "num_predict": 24}
     assert client.chat(model=NAME, messages=MESSAGES, options=options).message.content == story

@@ -158,7 +158,7 @@ def test_the_expected_speed_counts_the_way_to_servers() -> None:
     assert [hop["peer_id"] for hop in shown["route"]] == [near.peer_id]
 
 
-def test_what_the_next_loss_would_stop() -> None:
+def test_blocks_on_a_single_server() -> None:
     """Blocks of one server that can be reached, of those that servers have to run."""
     picture = SwarmPicture("m", "f", 8, [Span(1, 8)])
     servers = (server(1, 0, 4), server(2, 4, 8), server(3, 2, 6, public_name="n"))

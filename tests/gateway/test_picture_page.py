@@ -3,11 +3,14 @@
 import base64
 from collections.abc import Callable
 
+import pytest
 from playwright.sync_api import Page, expect
-from test_pages import ANSWERS, DONE, browser, page, pytestmark, say, settings, violations  # noqa: F401
+from test_pages import ANSWERS, DONE, say, settings, violations
 from test_pictures import directory, local, vision, written  # noqa: F401
 from vision_model import as_png, picture
 from web_gateway import RunningGateway
+
+pytestmark = pytest.mark.slow
 
 GIVE = """([kind, data, type]) => {
     const bytes = Uint8Array.from(atob(data), (one) => one.charCodeAt(0));
@@ -22,14 +25,14 @@ GIVE = """([kind, data, type]) => {
 THUMBNAILS = "#attached img"
 
 
-def give(page: Page, kind: str, data: bytes, media_type: str = "image/png") -> None:  # noqa: F811
-    """As if somebody had pasted or dropped it."""
+def give(page: Page, kind: str, data: bytes, media_type: str = "image/png") -> None:
+    """Paste or drop a file."""
     taken_over = not page.evaluate(GIVE, [kind, base64.b64encode(data).decode(), media_type])
     assert taken_over
 
 
 def test_a_picture_is_pasted_dropped_removed_and_sent(
-    page: Page,  # noqa: F811
+    page: Page,
     vision: RunningGateway,  # noqa: F811
     written: Callable[..., str],  # noqa: F811
 ) -> None:
@@ -85,7 +88,7 @@ def test_large_pictures_are_made_smaller(page: Page, vision: RunningGateway) -> 
     assert size == [1024, 341]
 
 
-def test_a_model_that_reads_text_only_says_so(page: Page, gateway: RunningGateway) -> None:  # noqa: F811
+def test_a_model_that_reads_text_only_says_so(page: Page, gateway: RunningGateway) -> None:
     page.goto(f"{gateway.url}/")
     expect(page.locator("#model")).not_to_have_text("…")
     expect(page.get_by_role("button", name="Attach a text file")).to_be_visible()

@@ -45,7 +45,7 @@ def vision(directory: Path, local: Any) -> Iterator[RunningGateway]:
 
 @pytest.fixture(scope="module")
 def written(directory: Path, local: Any) -> Callable[..., str]:
-    """What the local model writes, by its own processor."""
+    """A function that describes pictures with the local model and its own processor."""
     processor = AutoProcessor.from_pretrained(directory)
 
     def write(text: str, *images: Image.Image) -> str:
@@ -254,7 +254,7 @@ def test_pictures_where_none_can_be(vision: RunningGateway) -> None:
     refused = vision.http.post("/v1/responses", json={**body, "input": [said_by, {"role": "user", "content": "?"}]})
     assert (refused.status_code, "put pictures into a message of the user" in refused.text) == (400, True)
     message = refused.json()["error"]["message"]
-    assert message.startswith("input.0: what the assistant")
+    assert message.startswith("input.0: messages of the assistant")
     plain = {"role": "user", "content": [{"type": "image_url", "image_url": url}]}
     refused = vision.http.post("/v1/chat/completions", json={**body, "messages": [plain]})
     assert refused.json()["error"]["message"] == "messages.0.content.0.image_url: Input should be an object"
@@ -271,7 +271,7 @@ def _bomb() -> bytes:
 
 
 def _with_bad_exif() -> bytes:
-    """A JPEG that is turned, and of which the width is a text: Pillow fails when it writes that again."""
+    """A rotated JPEG with a text as its width: Pillow fails when it writes that again."""
     entries = ((0x0100, 2, 4, b"abc\0"), (0x0112, 3, 1, b"\0\6\0\0"))
     tags = struct.pack(">2sHIH", b"MM", 42, 8, len(entries)) + b"".join(struct.pack(">HHI4s", *one) for one in entries)
     file = io.BytesIO()
@@ -298,7 +298,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("url", BAD)
-def test_what_is_no_picture_is_refused(vision: RunningGateway, url: str) -> None:
+def test_files_that_are_no_picture_are_refused(vision: RunningGateway, url: str) -> None:
     response = asked(vision, [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}])
     assert response.status_code == 400
     assert BAD[url] in response.json()["error"]["message"]

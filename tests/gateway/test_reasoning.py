@@ -75,7 +75,7 @@ def test_stop_does_not_look_into_thoughts(thinking: RunningGateway) -> None:
     stop=st.text("abt", min_size=1, max_size=2),
     begun=st.booleans(),
 )
-def test_it_looks_into_what_is_said(thoughts: str, said: str, stop: str, begun: bool) -> None:
+def test_stop_texts_are_searched_in_the_answer(thoughts: str, said: str, stop: str, begun: bool) -> None:
     text = f"{thoughts}</think>{said}" if begun else f"<think>{thoughts}</think>{said}"
     row = _Row(_Characters(), StopFinder([stop]), PlainReader(ReasoningReader(begun=begun), None), Spelling(Bytes()))
     found_thoughts = found = ""

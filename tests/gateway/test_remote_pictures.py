@@ -72,7 +72,7 @@ class Pictures(BaseHTTPRequestHandler):
         self.end_headers()
         pieces = [data[place : place + size] for place in range(0, len(data), size)]
         chunks = (b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces)
-        with contextlib.suppress(OSError):  # whoever asked has had enough
+        with contextlib.suppress(OSError):  # the client has gone
             self.wfile.write(b"".join(chunks) + b"0\r\n\r\n")
 
     def endless(self) -> None:
@@ -81,7 +81,7 @@ class Pictures(BaseHTTPRequestHandler):
         try:
             while True:
                 self.wfile.write(bytes(1 << 12))
-        except OSError:  # whoever asked has had enough
+        except OSError:  # the client has gone
             pass
 
     def log_message(self, *_: Any) -> None:
@@ -133,7 +133,7 @@ def fetching(hosts: list[str]) -> RemotePictures:
 
 
 @pytest.mark.parametrize("path", ["red.png", "to/red.png", "to/to/to/red.png", "chunked", "red.png?a=b c&ü=%20"])
-def test_what_is_there_takes_the_place_of_the_address(web: Any, path: str) -> None:
+def test_the_picture_replaces_its_address(web: Any, path: str) -> None:
     assert fetched([where(web)], f"HTTP://{where(web)}/{path}".replace("?", "/?"), as_url(picture("blue"))) == [
         as_url(picture("red")),
         as_url(picture("blue")),
@@ -163,7 +163,7 @@ def test_answers_that_are_no_picture(web: Any, path: str) -> None:
 
 
 def test_bounds(web: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all pictures of a request together."""
+    """The limits count all pictures of a request together."""
     monkeypatch.setattr(remote_pictures, "MAX_BYTES", 6000)
     at = f"http://{where(web)}"
     assert fetched([where(web)], f"{at}/large")
@@ -201,14 +201,14 @@ def test_bounds(web: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         (["{here}"], "https://{here}/red.png", "can't be asked for a picture"),  # it knows no TLS
     ],
 )
-def test_where_nobody_may_send_it(web: Any, hosts: list[str], url: str, words: str) -> None:
+def test_forbidden_addresses(web: Any, hosts: list[str], url: str, words: str) -> None:
     web.asked.clear()
     with pytest.raises(ApiError, match=words):
         fetched([host.format(here=where(web)) for host in hosts], url.format(here=where(web)))
     assert not web.asked
 
 
-def test_the_address_that_was_looked_at_is_asked(web: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_checked_address_is_the_one_that_is_asked(web: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A name that stands for something else the next time (DNS rebinding) gains nothing."""
     looked: list[str] = []
 
@@ -247,12 +247,12 @@ def test_a_port_is_meant() -> None:
 
 
 @pytest.mark.parametrize("host", ["http://example.org", "example.org/", "", "example.org:http", "me@example.org"])
-def test_what_is_no_host_is_refused(host: str) -> None:
+def test_wrong_hosts_are_refused(host: str) -> None:
     with pytest.raises(ConfigurationError, match=r"no host for picture_hosts: give it like example\.org"):
         GatewayConfig(model=("x",), picture_hosts=(host,))
 
 
-def test_those_who_wait_are_not_told_of_others_hosts(web: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_requests_do_not_time_out(web: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_pictures, "TIMEOUT_S", 4.0)
     monkeypatch.setattr(remote_pictures, "MAX_FETCHES", 1)
 
@@ -354,7 +354,7 @@ def test_public_ipv6_addresses(block: str) -> None:
 @pytest.mark.parametrize(
     "address", ["192.0.0.192", "168.63.129.16", "100.100.100.200", "fd00:ec2::254", "fe80::1%eth0"]
 )
-def test_addresses_at_which_machines_in_a_cloud_are_told_secrets(address: str) -> None:
+def test_metadata_addresses_of_clouds_are_not_public(address: str) -> None:
     assert not is_public(address)
 
 

@@ -94,13 +94,13 @@ def test_the_best_few_and_their_places_alone(service: RunningGateway) -> None:
         ({"model": "none"}, "not served here"),
     ],
 )
-def test_what_cannot_be_is_refused(service: RunningGateway, more: dict[str, Any], words: str) -> None:
+def test_wrong_requests_are_refused(service: RunningGateway, more: dict[str, Any], words: str) -> None:
     answer = service.http.post("/v1/rerank", json={"query": QUERY, "documents": TEXTS, **more})
     assert answer.status_code in (400, 404)
     assert words in answer.json()["error"]["message"]
 
 
-def test_who_writes_does_not_rank(gateway: RunningGateway, service: RunningGateway) -> None:
+def test_a_text_model_ranks_nothing(gateway: RunningGateway, service: RunningGateway) -> None:
     answer = gateway.http.post("/v1/rerank", json={"query": QUERY, "documents": TEXTS})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "no_ranking")
     answer = service.http.post("/v1/completions", json={"prompt": "a", "model": "ranker"})

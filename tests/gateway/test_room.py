@@ -47,7 +47,7 @@ class Players:
 
 
 @given(ACTIONS)
-def test_it_holds_what_it_holds(actions: list[tuple[str, int, int]]) -> None:
+def test_amounts_always_add_up(actions: list[tuple[str, int, int]]) -> None:
     async def play() -> None:
         room = Room(10, of_one=7, most=1000)
         players = Players(room)
@@ -90,7 +90,7 @@ def test_callers_in_turn() -> None:
     asyncio.run(play())
 
 
-def test_no_line_is_endless() -> None:
+def test_the_line_is_bounded() -> None:
     async def play(most: int) -> None:
         room = Room(1, most=most)
         taken = await room.take(1, "a")
@@ -108,7 +108,7 @@ def test_no_line_is_endless() -> None:
         asyncio.run(play(most))
 
 
-def test_who_is_cancelled_in_the_moment_of_the_turn_gives_it_on() -> None:
+def test_a_request_that_is_cancelled_at_its_turn_gives_it_on() -> None:
     async def play() -> None:
         room = Room(1, most=9)
         taken = await room.take(1, "a")

@@ -46,7 +46,7 @@ def test_all_tokens_are_in_some_minute(steps: list[tuple[int, int]], cut: int) -
     assert minutes[-1]["tokens_per_s"] == (history.tokens_per_s_now or 0)
 
 
-def test_who_shares_a_block_and_who_boasts() -> None:
+def test_shared_blocks_and_boasting_servers() -> None:
     history = SwarmHistory([Span(0, 8)])
     look(history, 0, server(1, 0, 4), server(2, 4, 8), server(3, 4, 8), server(4, 0, 2))
     look(history, 10, server(1, 0, 4, 100), server(2, 4, 8, 60), server(3, 4, 8, 40), server(4, 0, 2, 1 << 53))
@@ -91,7 +91,7 @@ def test_minutes() -> None:
 
 
 def test_a_look_that_misses_a_server_is_no_leave() -> None:
-    """Under load a DHT answers with less than it has; who is connected is still there."""
+    """Under load a DHT answers with less than it has; a connected server is still there."""
     picture = SwarmPicture("m", "f", 8)
     both = SwarmSnapshot(8, (server(1, 0, 4), server(2, 4, 8)))
     contacts = {one.peer_id: Contact(True) for one in both.servers}
@@ -109,7 +109,7 @@ def test_a_look_that_misses_a_server_is_no_leave() -> None:
     assert picture.completed(half, alone) == half  # the line has ended, too
 
 
-def test_who_was_lost_has_not_left_as_well() -> None:
+def test_a_lost_server_does_not_count_as_left() -> None:
     picture = SwarmPicture("m", "f", 8)
     both = SwarmSnapshot(8, (server(1, 0, 4), server(2, 4, 8)))
     first, second = (one.peer_id for one in both.servers)
@@ -121,7 +121,7 @@ def test_who_was_lost_has_not_left_as_well() -> None:
 
 
 @pytest.mark.parametrize("more", [{"hardware": "x" * 65}, {"memory_left_bytes": -1}, {"num_sessions": 1 << 21}])
-def test_what_is_for_people_is_bounded(more: dict[str, Any]) -> None:
+def test_texts_for_people_are_bounded(more: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         server(1, 0, 4, **more)
     assert server(1, 0, 4, hardware="a\x1b[31mb\u202e").hardware == "a?[31mb?"

@@ -11,29 +11,23 @@ MESSAGES = [{"role": "user", "content": "Tell me a story about a fox."}]
 TEXT = "Once upon a time, a fox\nmet a hen."
 
 
-def post(gateway: RunningGateway, path: str, **body: Any) -> Any:
-    response = gateway.http.post(path, json=body)
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
 def test_prompts_and_chats(gateway: RunningGateway, tokenizer: Any) -> None:
-    found = post(gateway, "/tokenize", model=NAME, prompt=TEXT, return_token_strs=True)
+    found = gateway.post("/tokenize", model=NAME, prompt=TEXT, return_token_strs=True)
     ids = tokenizer(TEXT).input_ids
     assert (found["tokens"], found["count"], found["max_model_len"]) == (ids, len(ids), 2048)
     assert found["token_strs"] == [tokenizer.decode([one]) for one in ids]
-    plain = post(gateway, "/tokenize", prompt=TEXT, add_special_tokens=False)["tokens"]
+    plain = gateway.post("/tokenize", prompt=TEXT, add_special_tokens=False)["tokens"]
     assert plain == tokenizer(TEXT, add_special_tokens=False).input_ids
     chat = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=True)["input_ids"]
-    assert post(gateway, "/tokenize", messages=MESSAGES)["tokens"] == chat
-    assert post(gateway, "/detokenize", tokens=chat)["prompt"] == tokenizer.decode(chat)
+    assert gateway.post("/tokenize", messages=MESSAGES)["tokens"] == chat
+    assert gateway.post("/detokenize", tokens=chat)["prompt"] == tokenizer.decode(chat)
 
 
 @given(text=st.text("abc .,\n", max_size=30))
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_there_and_back(gateway: RunningGateway, text: str) -> None:
-    tokens = post(gateway, "/tokenize", prompt=text, add_special_tokens=False)["tokens"]
-    assert post(gateway, "/detokenize", tokens=tokens)["prompt"] == text
+    tokens = gateway.post("/tokenize", prompt=text, add_special_tokens=False)["tokens"]
+    assert gateway.post("/detokenize", tokens=tokens)["prompt"] == text
 
 
 @pytest.mark.parametrize(

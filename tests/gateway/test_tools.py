@@ -1,9 +1,7 @@
 """Tools: what each family of models writes is read however it is cut, calls can be forced, and openai uses it."""
 
-import copy
 import itertools
 import json
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +9,8 @@ import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from web_gateway import NAME, RunningGateway, running_gateway
+from web_gateway import NAME, RunningGateway
 
-from swarmllm import LocalSwarm
 from swarmllm.errors import ConfigurationError
 from swarmllm.gateway.output_parsing import FORMS, CallForm, CallReader, ToolCall, form_of
 
@@ -118,7 +115,7 @@ def test_calls_are_read_however_they_are_cut(case: tuple[str, str], cuts: list[i
     ),
     cuts=st.lists(st.integers(0, 30), max_size=5),
 )
-def test_what_is_no_call_is_text(sign: str, text: str, cuts: list[int]) -> None:
+def test_other_text_is_no_call(sign: str, text: str, cuts: list[int]) -> None:
     reader = CallReader(form(sign), SCHEMAS)
     said = read(reader, text, cuts)
     assert not reader.calls
@@ -163,10 +160,6 @@ def test_the_template_tells_the_form() -> None:
 
 # ---------------------------------------------------------------------- through a gateway
 
-TEMPLATE = """{%- if tools %}Tools:{% for tool in tools %} {{ tool.function.name }}{% endfor %}
-{% endif %}{%- for message in messages %}{{ message.role }}: {{ message.content }}
-{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function.arguments["city"] }}</tool_call>{% endfor %}
-{% endfor %}assistant:"""
 MESSAGES: list[Any] = [{"role": "user", "content": "How is the weather in Rome?"}]
 TOOLS: list[Any] = [
     {
@@ -187,16 +180,6 @@ TOOLS: list[Any] = [
     },
     {"type": "function", "function": {"name": "clock"}},
 ]
-
-
-@pytest.fixture(scope="module")
-def tooled(swarm: LocalSwarm) -> Iterator[RunningGateway]:
-    """A model whose template knows tools."""
-    with running_gateway(swarm.initial_peers) as gateway:
-        model = gateway.gateway.models.first
-        model.tokenizer = copy.deepcopy(model.tokenizer)
-        model.tokenizer.chat_template = TEMPLATE
-        yield gateway
 
 
 def called(message: Any) -> list[tuple[str, Any]]:
@@ -246,7 +229,7 @@ def test_a_whole_turn(tooled: RunningGateway) -> None:
     assert not answer.message.tool_calls
 
 
-def test_what_the_template_gets(tooled: RunningGateway) -> None:
+def test_variables_of_the_template(tooled: RunningGateway) -> None:
     model = tooled.gateway.models.first
     calls = [{"id": "1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}]
     messages = [{"role": "assistant", "content": "", "tool_calls": calls}]

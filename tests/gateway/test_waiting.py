@@ -15,6 +15,8 @@ from web_gateway import local_swarm, running_gateway, wait_until
 from swarmllm import LocalSwarm, embedded_model_path
 from swarmllm.gateway.settings import GatewayConfig
 
+pytestmark = pytest.mark.rotates(3, whole_file=True)
+
 
 def free_port() -> int:
     import socket

@@ -22,7 +22,7 @@ SIZE, PATCH = 32, 8
 
 
 def save_vision_model(path: Path) -> LlavaForConditionalGeneration:
-    """Also its processor; returns the model itself."""
+    """Save the model and its processor; returns the model."""
     tokenizer = AutoTokenizer.from_pretrained(embedded_model_path())
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     tokenizer.chat_template = TEMPLATE

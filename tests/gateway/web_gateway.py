@@ -1,6 +1,8 @@
 """A gateway for tests: in this process, on a port of its own, in front of a real local swarm."""
 
 import asyncio
+import copy
+import json
 import re
 import threading
 import time
@@ -20,11 +22,16 @@ from swarmllm.gateway.engine.model_choice import ModelChoice
 from swarmllm.gateway.settings import GatewayConfig
 
 TIMEOUT_S = 120.0
-"""Of requests and of waits for a condition. Only what hangs takes so long."""
+"""Limit of requests and of waits for a condition: only a hang takes so long."""
 DTYPE = "float32"
 """In bfloat16, stories have words that are equally likely, and a rounding says which the likeliest is."""
 OPTIONS = {"num_threads": 1, "quant_type": "none", "metrics_port": 0, "dtype": DTYPE}
 NAME = "embedded"
+WITH_TOOLS = """{%- if tools %}Tools:{% for tool in tools %} {{ tool.function.name }}{% endfor %}
+{% endif %}{%- for message in messages %}{{ message.role }}: {{ message.content }}
+{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function.arguments["city"] }}</tool_call>{% endfor %}
+{% endfor %}assistant:"""
+"""A chat template that knows tools."""
 
 
 class RunningGateway:
@@ -39,6 +46,22 @@ class RunningGateway:
         self.url = url.rstrip("/")
         self.http = httpx.Client(base_url=self.url, timeout=TIMEOUT_S)
         self.openai = OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S)
+
+    def post(self, path: str, **body: Any) -> Any:
+        """The JSON that answers a request; it must not be refused."""
+        response = self.http.post(path, json=body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def events(self, path: str, **body: Any) -> list[dict[str, Any]]:
+        """The JSON of all events or lines of a stream; each event has its type as its name, if it has a name."""
+        with self.http.stream("POST", path, json={**body, "stream": True}) as response:
+            assert response.status_code == 200, response.read()
+            lines = list(response.iter_lines())
+        found = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith(("data: {", "{"))]
+        named = [line.removeprefix("event: ") for line in lines if line.startswith("event: ")]
+        assert not named or named == [one["type"] for one in found]
+        return found
 
     def swarm(self) -> dict[str, Any]:
         """`/api/swarm`"""
@@ -64,8 +87,10 @@ class RunningGateway:
 
 
 @contextmanager
-def running_gateway(initial_peers: list[str], **settings: Any) -> Iterator[RunningGateway]:
-    """A gateway with these settings, stopped at the end."""
+def running_gateway(
+    initial_peers: list[str], *, chat_template: str | None = None, **settings: Any
+) -> Iterator[RunningGateway]:
+    """A gateway with these settings, stopped at the end. `chat_template`: in place of the model's own."""
     config = GatewayConfig(
         **{
             "model": embedded_model_path(),
@@ -77,6 +102,9 @@ def running_gateway(initial_peers: list[str], **settings: Any) -> Iterator[Runni
         }
     )
     models = ModelChoice.open(config)
+    if chat_template is not None:
+        models.first.tokenizer = copy.deepcopy(models.first.tokenizer)
+        models.first.tokenizer.chat_template = chat_template
     try:
         gateway = Gateway(models, config)
         server = web_server(gateway)
@@ -102,7 +130,7 @@ def local_swarm(*spans: tuple[int, int], **options: Any) -> LocalSwarm:
 
 
 def server_metrics(server: LocalServer) -> dict[str, float]:
-    """What a server tells Prometheus, without labels."""
+    """Metrics of a server, without labels."""
     match = re.search(r"metrics are at (http://\S+)", server.log_path.read_text())
     assert match is not None
     families = text_string_to_metric_families(httpx.get(match[1]).text)

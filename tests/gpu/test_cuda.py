@@ -1,4 +1,4 @@
-"""Blocks on a GPU compute what they compute on the CPU, by themselves and packed with others. Skipped without CUDA."""
+"""Blocks on a GPU compute what they compute on the CPU, by themselves and packed with others."""
 
 import sys
 from pathlib import Path
@@ -38,9 +38,9 @@ TOLERANCE = {"none": 2e-2, "int8": 6e-2, "nf4": 2e-1}
 SAME_WEIGHTS = dict.fromkeys(QUANT_TYPES, 3e-2) | {"llm_int8": 6e-2}
 """The same where both sides have the weights of the same few bits; llm_int8 rounds the inputs as well."""
 FLOAT32 = 1e-3
-"""Of float32 through three blocks. Assumed: CUDA may multiply by TF32 only where a user asks for it."""
+"""Relative error of float32 through three blocks. Assumed: CUDA may multiply by TF32 only where a user asks for it."""
 PRODUCTS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-"""Of one product, whose outputs are rounded to these."""
+"""Relative error of one product, whose outputs are rounded to these."""
 GGUF_KINDS = {KINDS[kind][0]: kind for kind in sorted(KINDS)}
 
 
@@ -206,7 +206,7 @@ def test_packed_steps_are_those_of_each_session_alone(directory: Path) -> None:
             alone.append(blocks.forward(inputs(1, torch.float32, "cuda", 10 + seed), SPAN, other))
             caches.append(cache)
     calls = [SessionCall(inputs(1, torch.float32, "cuda", 10 + seed), SPAN, cache) for seed, cache in enumerate(caches)]
-    for expected, found in zip(alone, Packer(blocks, right_ways(blocks)).run(calls), strict=True):
+    for expected, found in zip(alone, Packer(blocks, right_ways(blocks)).run_calls(calls), strict=True):
         assert isinstance(found, Tensor)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 

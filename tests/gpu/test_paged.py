@@ -1,7 +1,4 @@
-"""Sessions on pages of a GPU, steps as CUDA graphs, and fused steps: as the model's own code one by one.
-
-Skipped without CUDA.
-"""
+"""Sessions on pages of a GPU, steps as CUDA graphs, and fused steps: as the model's own code one by one."""
 
 import logging
 import sys
@@ -87,9 +84,9 @@ class Sessions:
             assert self.packer.forward.graphs.sizes == (1, 2, 8)
         self.packed = [blocks.new_cache(record_past=True) for _ in LENGTHS]
         self.failures: list[Exception] = []
-        """Of packed steps, which a packer tries again one by one."""
-        self._run = self.packer.forward.run
-        self.packer.forward.run = self._noted  # type: ignore[method-assign]
+        """Packed steps, which a packer tries again one by one."""
+        self._run = self.packer.forward.run_packed
+        self.packer.forward.run_packed = self._noted  # type: ignore[method-assign]
 
     def _noted(self, calls: Sequence[SessionCall], way: Packing) -> list[Tensor]:
         try:
@@ -108,7 +105,7 @@ class Sessions:
                 wanted.append(self.blocks.forward(given, cache=alone))
                 calls.append(SessionCall(given, self.blocks.span, packed))
         errors = []
-        outcomes = self.packer.run(calls)
+        outcomes = self.packer.run_calls(calls)
         assert not self.failures
         for got, want in zip(outcomes, wanted, strict=True):
             if isinstance(got, Exception):
@@ -166,7 +163,7 @@ def test_neighbours_change_nothing(directory: Path, way: str) -> None:
                 SessionCall(inputs(blocks, 1, seed), blocks.span, cache)
                 for seed, cache in zip(seeds, caches, strict=True)
             ]
-            first = sessions.packer.run(calls)[0]
+            first = sessions.packer.run_calls(calls)[0]
             assert isinstance(first, Tensor)
             assert not sessions.failures
             found.append(first)
@@ -187,7 +184,7 @@ def test_bfloat16_is_no_further_from_float32_than_alone(directory: Path, way: st
             wanted.append(exact.forward(replace(one, hidden_states=one.hidden_states.float()), cache=cache))
         alone += [blocks.forward(one, cache=cache) for one, cache in zip(given, sessions.alone, strict=True)]
         calls = [SessionCall(one, blocks.span, cache) for one, cache in zip(given, sessions.packed, strict=True)]
-        packed += sessions.packer.run(calls)
+        packed += sessions.packer.run_calls(calls)
         assert not sessions.failures
     truth = torch.cat([one.flatten() for one in wanted[len(LENGTHS) :]])
     errors = [

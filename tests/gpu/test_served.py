@@ -1,4 +1,4 @@
-"""A real server on a GPU, in float32: it generates what transformers does, token by token. Skipped without CUDA."""
+"""A real server on a GPU, in float32: it generates what transformers does, token by token."""
 
 import sys
 from collections.abc import Callable, Iterator

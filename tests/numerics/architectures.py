@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.numerics import tiny_encoder_decoders, tiny_hearing_models, tiny_models, tiny_vision_models
+from tests.numerics import tiny_encoder_decoders, tiny_models, tiny_speech_models, tiny_vision_models
 from tests.numerics.in_process_swarm import InProcessSwarm, encoder_decoder_client
 from transformers import AutoModelForSpeechSeq2Seq, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from swarmllm.data_structures import Span
-from swarmllm.models.architecture import ENCODERS, HEARING, REFUSED_ARCHITECTURES, Task, stacks
+from swarmllm.models.architecture import ENCODERS, REFUSED_ARCHITECTURES, WITH_AUDIO, Task, stacks
 from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from swarmllm.models.parallel.shared import Group
 from swarmllm.models.span.block_span import BlockSpan
@@ -51,7 +51,7 @@ VISION = [
 ]
 REFUSED_ENCODER_DECODERS = [name for name in tiny_encoder_decoders.names() if name in REFUSED_ARCHITECTURES]
 ENCODER_DECODERS = [name for name in tiny_encoder_decoders.names() if name not in REFUSED_ARCHITECTURES]
-SPEECH = sorted(HEARING)
+SPEECH = sorted(WITH_AUDIO)
 ALL = {
     "text": [*TEXT, *tiny_models.VARIANTS],
     "vision": VISION,
@@ -83,14 +83,14 @@ class Subject:
         self._saved: set[Path] = set()
 
     def directory(self, dtype: torch.dtype = torch.float32) -> Path:
-        """Of the checkpoint with weights of this dtype; text models have several."""
+        """The directory of the checkpoint with weights of this dtype; text models have several."""
         path = self._root / str(dtype)
         if path not in self._saved:
             path.mkdir(parents=True)
             if self.kind == "text":
                 tiny_models.save_tiny(self.name, path, dtype=dtype)
             else:
-                saved_by = {"vision": tiny_vision_models, "speech": tiny_hearing_models}
+                saved_by = {"vision": tiny_vision_models, "speech": tiny_speech_models}
                 saved_by.get(self.kind, tiny_encoder_decoders).save_tiny_model(self.name, path)
             self._saved.add(path)
         return path

@@ -16,8 +16,8 @@ from tests.numerics.in_process_swarm import InProcessSwarm
 from tests.numerics.test_padding import check_skipped_padding
 from tests.numerics.test_prefix_tuning import NO_HEADS, OTHER_CACHES, OTHER_SHAPES, check_prefix, check_refused_prefix
 from tests.numerics.tiny_encoder_decoders import inputs_of
-from tests.numerics.tiny_hearing_models import sound
 from tests.numerics.tiny_models import tiny_model
+from tests.numerics.tiny_speech_models import sound
 from tests.numerics.tiny_vision_models import IMAGE_TOKEN
 from tests.numerics.tiny_vision_models import inputs_of as picture_of
 from tests.selection import part_of

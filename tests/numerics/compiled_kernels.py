@@ -7,6 +7,7 @@ compiled with the constants and types it is launched with. Triton's interpreter 
 """
 
 import itertools
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from triton.runtime import jit
 from triton.runtime.driver import driver
 
 from swarmllm.models.quantization import cuda
+from swarmllm.models.quantization.decoded import E2M1
 from swarmllm.models.quantization.nf4 import Nf4
 from swarmllm.models.quantization.packed import Int8
 from swarmllm.models.span import fused_kernels, page_pool
@@ -46,6 +48,15 @@ class Absent:
         return 0
 
 
+OPERAND = re.compile(r"tt\.dot .*?tensor<(\d+)x(\d+)x\w+, #ttg\.dot_op<\{opIdx = 0, [^>]*?kWidth = (\d+)")
+
+
+def assert_operands_are_filled(code: str) -> None:
+    """Each product has columns for the 4 threads that share a row: with fewer, its sums are wrong (nvfp4 of 16)."""
+    for _, columns, width in OPERAND.findall(code):
+        assert int(columns) >= 4 * int(width), f"{columns} columns for 4 threads with {width} each"
+
+
 def without_launches(compiled: list[str]) -> Callable[..., Any]:
     """In place of `JITFunction.run`; names what was compiled."""
     run = jit.JITFunction.run
@@ -54,6 +65,7 @@ def without_launches(compiled: list[str]) -> Callable[..., Any]:
         del grid, warmup
         kernel = run(self, *args, grid=None, warmup=True, **kwargs)
         assert kernel.asm["cubin"]
+        assert_operands_are_filled(kernel.asm["ttgir"])
         compiled.append(self.fn.__name__)
         return kernel
 
@@ -108,7 +120,9 @@ def fused(dtype: torch.dtype) -> None:
 def products(dtype: torch.dtype) -> None:
     """Products of packed weights, of few and of more inputs; with tables and, where they are used, instructions."""
     weight = torch.randn(96, 512)
-    for matrix in (Int8.quantize(weight)._cuda_matrix(), Nf4.quantize(weight, tiled=False)._cuda_matrix()):
+    codes, scale = torch.zeros(96, 256, dtype=torch.uint8), torch.ones(96, 512 // cuda.LEAST_GROUP)
+    smallest = cuda.Matrix(codes=codes, scale=scale, values=E2M1)
+    for matrix in (Int8.quantize(weight)._cuda_matrix(), Nf4.quantize(weight, tiled=False)._cuda_matrix(), smallest):
         assert matrix is not None
         for number in (1, 33):
             cuda.multiply(torch.zeros(number, 512, dtype=dtype), matrix)
@@ -122,6 +136,7 @@ def parts() -> Iterator[tuple[str, Callable[[], None]]]:
 def main() -> int:
     driver.set_active(Absent(int(sys.argv[1])))  # type: ignore[arg-type]
     page_pool._interprets = True
+    cuda._is_on_gpu = lambda _: True
     compiled: list[str] = []
     jit.JITFunction.run = without_launches(compiled)  # type: ignore[method-assign]
     started = time.perf_counter()

@@ -93,7 +93,7 @@ def _padded(data: bytes) -> bytes:
 
 
 def settings_of(config: Any, architecture: str) -> dict[str, Any]:
-    """What llama.cpp's converter would write about a model with the usual rotation."""
+    """The fields that llama.cpp's converter writes for a model with the usual rotation."""
     own = {
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,

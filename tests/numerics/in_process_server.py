@@ -170,7 +170,7 @@ async def _end(sock: socket.socket, peer_id: str) -> FrameStream:
 
 
 async def _first_message(streams: set[FrameStream]) -> Message:
-    """What comes first on any of them."""
+    """The message that comes first on any of them."""
     receiving = [asyncio.ensure_future(stream.receive()) for stream in streams]
     done, others = await asyncio.wait(receiving, return_when=asyncio.FIRST_COMPLETED)
     for other in others:

@@ -1,4 +1,4 @@
-"""What loading blocks takes, measured in a process of its own; run as a program by `measure`."""
+"""Memory that loading blocks takes, measured in a process of its own; run as a program by `measure`."""
 
 import json
 import subprocess
@@ -26,7 +26,7 @@ class Memory:
     peak: int
     end: int
     blocks: int
-    """Of the weights."""
+    """Bytes of the weights."""
 
 
 def measure(

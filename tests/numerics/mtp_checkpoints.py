@@ -28,7 +28,7 @@ class Published:
     """Norm of tokens, norm of hidden states, projection, final norm."""
     hidden_first: bool = False
     offset: float = 0.0
-    """What its norms add to their weights."""
+    """The number that its norms add to their weights."""
     repeats: tuple[str, ...] = ()
     """Names under which embeddings and head are there once more."""
     beside: bool = False

@@ -190,7 +190,7 @@ _AO_CLASSES = {"torchao": "Int4Tensor", "ao_int8": "Int8Tensor", "ao_float8": "F
 
 
 def _torchao_header(kind: str, weights: dict[str, Tensor], is_stored: Callable[[str], bool]) -> dict[str, str]:
-    """What the header of the file says of each weight."""
+    """The header of the file about each weight."""
 
     def about(name: str, weight: Tensor) -> dict[str, Any]:
         if not is_stored(name):

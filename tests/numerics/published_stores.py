@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 Stored = tuple[dict[str, Tensor], Tensor]
-"""What a format stores for a weight: suffix (in place of ".weight") → tensor; and the weight that it stands for."""
+"""Stored tensors of a weight by suffix (in place of ".weight"), and the weight that they stand for."""
 Store = Callable[[Tensor], Stored]
 F8 = torch.float8_e4m3fn
 
@@ -185,7 +185,7 @@ def _e2m1(groups: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mxfp4(weight: Tensor) -> Stored:
-    """Of experts `[experts, in, out]`; they are stored the other way round."""
+    """Experts `[experts, in, out]`; they are stored the other way round."""
     groups = weight.mT.unflatten(-1, (-1, 32))
     exponents = groups.abs().amax(-1).log2().floor() - 2
     blocks, whole = _e2m1(groups, torch.exp2(exponents)[..., None])

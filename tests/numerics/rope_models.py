@@ -50,7 +50,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "proportional": {"partial_rotary_factor": 0.5},
 }
 UNEVEN = ("dynamic", "longrope", "phi3", "phimoe", "gemma3")
-"""Those that look at the length of a call."""
+"""Kinds that look at the length of a call."""
 KINDS = (*TYPES, "phi3", "phimoe", "gemma3")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.numerics import tiny_encoder_decoders, tiny_hearing_models
+from tests.numerics import tiny_encoder_decoders, tiny_speech_models
 from tests.numerics.architectures import Subject
 from tests.numerics.sessions_together import (
     RELATIVE,
@@ -35,8 +35,9 @@ from swarmllm.models.span import probes, small_copy
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.decode_graphs import StaticInputs, trace
 from swarmllm.models.span.loading import load_block_span
-from swarmllm.models.span.packing import PackedForward, Packer, Packing, SessionCall
+from swarmllm.models.span.packing import Packer, Packing, SessionCall
 from swarmllm.models.span.packing_probe import right_ways
+from swarmllm.models.span.paged_attention import PagedAttention
 from swarmllm.models.span.small_copy import traits_of
 from swarmllm.models.span.span_cache import SpanCache
 from swarmllm.models.span.trials import kind_of
@@ -254,9 +255,9 @@ def steps_on_pages_read_nothing_on_the_host(subject: Subject) -> None:
     inputs = StaticInputs(hidden.shape[-1], blocks.dtype, blocks.device, 8)
     if subject.name in NOT_RECORDED:
         with pytest.raises(RuntimeError):
-            trace(PackedForward(blocks).step, inputs, 4)
+            trace(PagedAttention(blocks).step, inputs, 4)
     else:
-        trace(PackedForward(blocks).step, inputs, 4)
+        trace(PagedAttention(blocks).step, inputs, 4)
 
 
 # ---------------------------------------------------------------------- traits, as clients find them
@@ -312,7 +313,7 @@ FEW_POSITIONS = {
 
 def throughput_of_stacks_with_few_positions(subject: Subject) -> None:
     """A server that starts measures no more positions than each stack has."""
-    tiny: Any = tiny_hearing_models if subject.kind == "speech" else tiny_encoder_decoders
+    tiny: Any = tiny_speech_models if subject.kind == "speech" else tiny_encoder_decoders
     config: Any = tiny.tiny_config(subject.name)
     for field, positions in FEW_POSITIONS.items():
         if getattr(config, field, None):

@@ -65,7 +65,7 @@ class Sessions:
                 inputs = self.inputs(idx, length)
                 wanted.append(self.blocks.forward(inputs, self.span, self.alone[idx]))
                 calls.append(SessionCall(inputs, self.span, self.packed[idx]))
-        return max(map(relative_error, self.packer.run(calls), wanted))
+        return max(map(relative_error, self.packer.run_calls(calls), wanted))
 
     def inputs(self, idx: int, length: int) -> BlockInputs:
         """The next inputs of one session."""
@@ -84,18 +84,18 @@ def relative_error(got: Tensor | Exception, want: Tensor) -> float:
 def packs_counted(packer: Packer) -> Iterator[list[int]]:
     """How many calls ran together each time."""
     sizes: list[int] = []
-    run = packer.forward.run
+    run = packer.forward.run_packed
 
     def counting(calls: Sequence[SessionCall], way: Packing) -> list[Tensor]:
         outputs = run(calls, way)
         sizes.append(len(calls))
         return outputs
 
-    packer.forward.run = counting  # type: ignore[method-assign]
+    packer.forward.run_packed = counting  # type: ignore[method-assign]
     try:
         yield sizes
     finally:
-        del packer.forward.run  # type: ignore[method-assign]
+        del packer.forward.run_packed  # type: ignore[method-assign]
 
 
 def check_together_as_alone(blocks: BlockSpan) -> Packing:

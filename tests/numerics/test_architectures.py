@@ -82,7 +82,7 @@ PROPERTIES: dict[str, tuple[Property, ...]] = {
 }
 """By kind of model."""
 ALWAYS = frozenset({"llama", "whisper"})
-NUM_TURNS = 12
+NUM_TURNS = 24
 
 
 def cells() -> Iterator[object]:
@@ -91,7 +91,7 @@ def cells() -> Iterator[object]:
         for name in names:
             now = name in ALWAYS or part_of(name, NUM_TURNS) == turn_of(COMMIT, NUM_TURNS)
             for check in PROPERTIES[kind]:
-                marks = () if now else pytest.mark.slow
+                marks = [pytest.mark.share(name), *([] if now else [pytest.mark.slow])]
                 yield pytest.param(kind, name, check, id=f"{name}-{check.__name__}", marks=marks)
 
 

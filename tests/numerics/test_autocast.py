@@ -18,7 +18,7 @@ from swarmllm.models.adapters.block_adapter import checked
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft", "ignore::RuntimeWarning:peft")
 ROUNDING = 2**-7
-"""What bfloat16 rounds, relative."""
+"""Relative rounding of bfloat16."""
 LIKE_LORA = ("everything linear", "ranks and scales", "biases of adapters", "IA3", "norms", "a whole part", "a prefix")
 LIKE_OTHERS = ("LoHa", "LoKr", "LoKr, decomposed", "DoRA", "VeRA", "AdaLoRA", "OFT")
 

@@ -57,10 +57,10 @@ class Held:
     mask: Tensor
     """`[rows, length]`; the last one that was given, or ones."""
     masked: bool = False
-    """Whether positions were hidden at some time."""
+    """True if positions were hidden at some time."""
     cropped: bool = False
-    """Whether positions were forgotten. What is hidden from all has looked at everything, also at what came later and
-    is gone now: its keys are made again without that, so it must stay hidden."""
+    """True if positions were forgotten. A position hidden from all has looked at all others, also at later ones, which
+    are gone now. Its keys are made again without them, so it must stay hidden."""
 
 
 @dataclass
@@ -73,7 +73,7 @@ class Pair:
     held: list[Held] = field(default_factory=list)
 
     def both(self, call: Callable[[PreTrainedModel, Any], Any], held: Held | None) -> tuple[Any, Any] | None:
-        """What both answer; None if the local model refuses."""
+        """The answers of both; None if the local model refuses."""
         try:
             local = call(self.local, held and held.local)
         except LOCAL_ERRORS:
@@ -264,7 +264,7 @@ def generate(pair: Pair, data: st.DataObject, held: Held | None) -> None:
 
 
 def refused(pair: Pair, data: st.DataObject, held: Held | None) -> None:
-    """What no client can do, with or without a past; nothing happens then."""
+    """Calls that no client can make, with or without a past; nothing happens then."""
     impossible: list[dict[str, Any]] = [{pair.name: DynamicCache()}]
     # Models without attention take no note of the wish; those that only know eager attention grant it.
     if pair.name != "cache_params" and pair.remote.config._attn_implementation != "eager":

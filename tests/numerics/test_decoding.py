@@ -1,25 +1,28 @@
 """`generate()` with ways to choose tokens that transformers lacks: by field, in batches, with beams, beside guesses."""
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_speculation import AheadRunner, FixedPlanner, Obsessed, Speculating
+from test_speculation import FixedPlanner, Obsessed, Speculating, client_ahead, save_sharp_llama
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import BPE
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM, LogitsProcessorList
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaForCausalLM,
+    LogitsProcessorList,
+    PreTrainedTokenizerFast,
+)
+from transformers.generation.streamers import BaseStreamer
 
-from swarmllm.client.generation import MoreDecoding
-from swarmllm.data_structures import Span
-from swarmllm.decoding.frustratingly_simple import FrustratinglySimple
-from swarmllm.decoding.mirostat import Mirostat
-from swarmllm.decoding.truncation import TopNSigma
+from swarmllm.client.distributed_model import DistributedModelForCausalLM
+from swarmllm.decoding.methods import FrustratinglySimple, Mirostat, TopNSigma
 from swarmllm.errors import ConfigurationError
-from swarmllm.models.checkpoint.checkpoint import open_checkpoint
-from swarmllm.models.shell.loading import load_client_shell
-from swarmllm.models.span.loading import load_block_span
 from swarmllm.speculation.drafters import NGramDrafter
 from swarmllm.speculation.planner import Plan
 
@@ -37,37 +40,22 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-class Plain(MoreDecoding, LlamaForCausalLM):
+class Plain(DistributedModelForCausalLM, LlamaForCausalLM):
     """The local model with the client's mixin."""
 
+    swarm: Any = None
 
-class Guessing(Speculating, MoreDecoding):
+
+class Guessing(Speculating, DistributedModelForCausalLM):
     """The client's mixins, guesses included."""
 
+    swarm: Any = None
     planner = FixedPlanner()
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("decoding")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        config = LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=32,
-            num_hidden_layers=4,
-            num_attention_heads=2,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        model = LlamaForCausalLM(config)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(3)
-    model.save_pretrained(directory)
-    return directory
+    return save_sharp_llama(tmp_path_factory.mktemp("decoding"), 3)
 
 
 @pytest.fixture(scope="module")
@@ -76,19 +64,8 @@ def plain(directory: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def guessing(directory: Path) -> Iterator[Any]:
-    checkpoint = open_checkpoint(str(directory))
-    spans = [Span(0, 2), Span(2, 4)]
-    blocks = [load_block_span(checkpoint, span, dtype=torch.float32, progress=False) for span in spans]
-    return load_client_shell(
-        checkpoint,
-        model_class=LlamaForCausalLM,
-        mixin=Guessing,
-        dtype="auto",
-        runner=AheadRunner(list(zip(blocks, spans, strict=True))),
-        traits=blocks[0].traits,
-        progress=False,
-    )
+def guessing(directory: Path) -> Any:
+    return client_ahead(directory, Guessing)
 
 
 def generate(model: Any, ids: Tensor = IDS, seed: int = 11, **options: Any) -> Any:
@@ -240,3 +217,68 @@ def test_one_token_is_left_by_fsd_whatever_else_is_asked(plain: Any) -> None:
     found = generate(plain, do_sample=True, temperature=0.2, top_p=0.5, typical_p=0.3, **WAYS["fsd"])
     assert torch.equal(found, generate(plain, **WAYS["fsd"]))
     assert isinstance(plain._get_logits_processor(GenerationConfig(fsd_alpha=0.5), 6)[0], FrustratinglySimple)
+
+
+# ---------------------------------------------------------------------- transformers' own ways, by our loop
+
+
+class NeverNeeded:
+    """A fallback for a swarm that doesn't fail; the text goes through our loop all the same."""
+
+    def __init__(self) -> None:
+        self.methods: list[str] = []
+
+    def finish_if_swarm_fails(self, in_swarm: Any, model: Any, method: str, ids: Any, criteria: Any, *_: Any) -> Any:
+        self.methods.append(method)
+        return in_swarm(criteria)
+
+
+class Kept(BaseStreamer):
+    """Keeps what a reader sees."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+
+    def put(self, value: Tensor) -> None:
+        self.ids += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.ids.append(-1)
+
+
+_letters = Tokenizer(BPE({chr(ord("a") + token): token for token in range(VOCABULARY)}, []))
+_letters.decoder = Fuse()
+LETTERS = PreTrainedTokenizerFast(tokenizer_object=_letters)
+MODES: dict[str, tuple[str | None, dict[str, Any]]] = {
+    "greedy": ("_sample", {}),
+    "sampled": ("_sample", {"do_sample": True, "top_k": 5, "temperature": 1.5}),
+    "with details": ("_sample", {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}),
+    "beams": ("_beam_search", {"num_beams": 3, "num_return_sequences": 2}),
+    "sampled beams": ("_beam_search", {"num_beams": 3, "do_sample": True}),
+    "until a string": ("_sample", {"stop_strings": ["e", "g"], "tokenizer": LETTERS}),
+    "until a string of a config": (
+        "_sample",
+        {"generation_config": GenerationConfig(stop_strings="e", max_length=18, do_sample=False), "tokenizer": LETTERS},
+    ),
+    "guesses by lookup": (None, {"prompt_lookup_num_tokens": 3}),
+    "a loop of the caller's": (None, {"custom_generate": lambda model, input_ids, **_: input_ids + 0}),
+}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_our_loop_writes_what_transformers_own_does(name: str, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    method, options = MODES[name]
+    length = {} if "generation_config" in options else {"max_new_tokens": 12}
+    found: list[Any] = []
+    loop = NeverNeeded()
+    for fallback in (None, loop):
+        monkeypatch.setattr(Plain, "local_fallback", fallback)
+        streamer = None if "beams" in name else Kept()
+        torch.manual_seed(3)
+        output = plain.generate(IDS, **length, **options, streamer=streamer)
+        details = {} if isinstance(output, Tensor) else {"scores": output.scores, "logits": output.logits}
+        sequences = output if isinstance(output, Tensor) else output.sequences
+        found.append(({"sequences": sequences, **details}, streamer and streamer.ids))
+    assert loop.methods == ([] if method is None else [method])
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=0, atol=0)
+    assert found[0][1] == found[1][1]

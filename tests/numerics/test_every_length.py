@@ -50,7 +50,7 @@ def left_padded(blocks: BlockSpan, length: int, batch_size: int) -> BlockInputs:
 
 
 async def answers(swarm: InProcessServers, inputs: BlockInputs, span: Span, chunk: int) -> torch.Tensor:
-    """What a session gives for `inputs` in steps of `chunk` positions, on a stream of its own."""
+    """The outputs of a session for `inputs` in steps of `chunk` positions, on a stream of its own."""
     (peer_id,) = swarm.servers
     stream = await swarm.dial(peer_id)
     name = await swarm.open_session(stream, span, batch_size=inputs.batch_size)

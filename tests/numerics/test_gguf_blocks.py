@@ -94,7 +94,7 @@ def test_rows_that_are_no_multiple_of_what_kernels_decode_at_once(columns: int) 
 @pytest.mark.skipif(kernels.library() is None, reason="swarmllm was installed without a C compiler")
 @pytest.mark.parametrize("kind", sorted(KERNELS), ids=[KINDS[kind][0] for kind in sorted(KERNELS)])
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_product_does_not_depend_on_who_shares_it(kind: int, level: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_product_does_not_depend_on_other_rows(kind: int, level: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "level", lambda: level)
     monkeypatch.setattr(kernels, "WORTH_A_THREAD", 1)
     matrix = packed(kind)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.numerics import tiny_encoder_decoders, tiny_hearing_models, tiny_models, tiny_vision_models
+from tests.numerics import tiny_encoder_decoders, tiny_models, tiny_speech_models, tiny_vision_models
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from swarmllm.data_structures import Span
@@ -27,7 +27,7 @@ from swarmllm.server.device.device import cache_bytes_per_token
 PER_CHUNK, LOADED_PER_CHUNK = 50, 10
 CHUNKS = [pytest.param(seed, marks=pytest.mark.slow if seed else ()) for seed in range(100)]
 MOST_SECONDS = 2.0
-"""Of this thread's own time, so that a busy machine takes no part in it."""
+"""Seconds of this thread's own time: a busy machine makes no difference."""
 LOADED = [
     "llama",
     "gpt2",
@@ -45,7 +45,7 @@ KINDS = {
     **dict.fromkeys(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, tiny_models),
     **dict.fromkeys(tiny_encoder_decoders.names(), tiny_encoder_decoders),
     **dict.fromkeys(tiny_vision_models.names(), tiny_vision_models),
-    **dict.fromkeys(tiny_hearing_models.names(), tiny_hearing_models),
+    **dict.fromkeys(tiny_speech_models.names(), tiny_speech_models),
 }
 NAMES = sorted(KINDS.keys() - {"dots3_note", "gemma3n", "gemma4_assistant", "t5gemma2"})
 """All but those for which the helpers make no config under this name."""

@@ -127,7 +127,7 @@ def fused(paged: PagedAttention) -> RunBlock:
 
 
 def run_step(paged: PagedAttention, run_block: RunBlock, launches: Launches, num_sessions: int) -> list[list[str]]:
-    """What each block launches, and last what the rest of the step does, for sessions of unlike lengths."""
+    """Launches of each block, and last of the rest of the step, for sessions of unlike lengths."""
     blocks = paged.blocks
     assert blocks.pool is not None
     inputs = StaticInputs(64, blocks.dtype, blocks.device, num_sessions)

@@ -62,7 +62,7 @@ def test_pieces(traits: BlockTraits, past: int, seq_len: int, wanted: list[tuple
 
 
 def test_given_positions_count() -> None:
-    """Those of padding and of texts that begin anew, too."""
+    """Positions of padding and of texts that begin anew count, too."""
     anew = torch.cat([torch.arange(30), torch.arange(5)])[None]
     assert uncut(call(35, anew), 0, LONG_ROPE) == 35, "the last piece alone would be short"
     padded = torch.stack([torch.arange(30), (torch.arange(30) - 20).clamp(min=0)])
@@ -78,7 +78,7 @@ def test_packs_share_no_table_of_another_length(kind: str, tmp_path: Path) -> No
     packer = Packer(blocks, right_ways(blocks))
     packed, alone = ([Client(blocks, number, steps) for number, steps in enumerate(LENGTHS)] for _ in range(2))
     for _ in LENGTHS[0]:
-        outputs = packer.run([client.next for client in packed])
+        outputs = packer.run_calls([client.next for client in packed])
         for client, output, want in zip(packed, outputs, alone, strict=True):
             want.step()
             assert isinstance(output, Tensor)
@@ -86,7 +86,7 @@ def test_packs_share_no_table_of_another_length(kind: str, tmp_path: Path) -> No
             client.outputs.append(output)
     far = [Client(blocks, number, (2,)) for number in range(2)]  # a picture's or a user's own positions
     far[1].inputs[0].position_ids = torch.tensor([[3 * BORDER, 3 * BORDER + 1]])
-    outputs = packer.run([client.next for client in far])
+    outputs = packer.run_calls([client.next for client in far])
     for client, output in zip([Client(blocks, number, (2,)) for number in range(2)], outputs, strict=True):
         client.inputs[0].position_ids = far[1].inputs[0].position_ids if output is outputs[1] else None
         client.step()

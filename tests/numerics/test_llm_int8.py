@@ -11,7 +11,7 @@ from swarmllm.models.quantization.packed import OUTLIER_THRESHOLD, Int8, LlmInt8
 
 
 def inputs(num_inputs: int, columns: int, *, outliers: bool) -> Tensor:
-    """Those with outliers have them in other columns each."""
+    """Inputs with outliers have them in different columns."""
     found = torch.randn(num_inputs, columns, generator=torch.Generator().manual_seed(num_inputs)).clamp_(-5, 5)
     if outliers:
         found[torch.arange(num_inputs), torch.arange(num_inputs) % columns] = 60.0
@@ -35,7 +35,7 @@ def test_is_what_the_paper_says(num_inputs: int, shape: tuple[int, int], outlier
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_others_who_are_far_out_change_nothing(dtype: torch.dtype) -> None:
+def test_far_outliers_in_other_rows_change_nothing(dtype: torch.dtype) -> None:
     weight = LlmInt8.quantize(torch.randn(64, 128).to(dtype))
     alone, others = inputs(1, 128, outliers=False).to(dtype), inputs(15, 128, outliers=True).to(dtype)
     together = weight.multiply(torch.cat([alone, others]))[:1]

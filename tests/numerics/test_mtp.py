@@ -179,7 +179,7 @@ def test_without_a_head_nothing_is_guessed() -> None:
 
 
 def test_the_embedded_model_has_a_head_that_is_worth_it() -> None:
-    """Of a held-out text: how often its first guess is what the model itself finds likeliest."""
+    """On a held-out text, its first guess is often the model's likeliest token."""
     checkpoint = open_checkpoint(embedded_model_path())
     model = AutoModelForCausalLM.from_pretrained(embedded_model_path(), dtype=torch.float32)
     head = load_mtp_head(model, wanted_mtp_weights(checkpoint), torch.float32)

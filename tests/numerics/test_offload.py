@@ -175,7 +175,7 @@ def test_sessions_that_run_together(resident: BlockSpan, offloaded: BlockSpan) -
                 SessionCall(some_inputs(10 * row + length, 1, length + row * (length > 1)), blocks.span, cache)
                 for row, cache in enumerate(caches)
             ]
-            answers.append(packer.run(calls))
+            answers.append(packer.run_calls(calls))
     half = len(answers) // 2
     for expected, found in zip(answers[:half], answers[half:], strict=True):
         for one, other in zip(expected, found, strict=True):

@@ -69,7 +69,7 @@ def test_parts_of_the_span_at_once(llama: BlockSpan) -> None:
     inputs = some_inputs(llama, 1, 3, torch.Generator().manual_seed(1))
     spans = [Span(0, 2), Span(1, 4), Span(0, 2), Span(1, 4), Span(2, 3)]
     with packs_counted(packer_of(llama)) as sizes:
-        outputs = packer_of(llama).run([SessionCall(inputs, span, llama.new_cache(span)) for span in spans])
+        outputs = packer_of(llama).run_calls([SessionCall(inputs, span, llama.new_cache(span)) for span in spans])
     assert sizes == [2, 2]
     for span, output in zip(spans, outputs, strict=True):
         assert relative_error(output, llama.forward(inputs, span, llama.new_cache(span))) <= RELATIVE
@@ -103,7 +103,7 @@ def test_one_bad_call_hurts_no_other(model_type: str, tmp_path: Path) -> None:
     for prompt, cache in zip(prompts, caches, strict=True):
         blocks.forward(prompt, None, cache)
     spoil_block(caches[1], NUM_BLOCKS - 1)
-    outcomes = packer_of(blocks).run(
+    outcomes = packer_of(blocks).run_calls(
         [SessionCall(token, blocks.span, cache) for token, cache in zip(tokens, caches, strict=True)]
     )
     assert isinstance(outcomes[1], Exception)
@@ -128,7 +128,7 @@ def test_unusual_calls_run_alone_beside_the_others(llama: BlockSpan) -> None:
     shifted = replace(plain[0], position_ids=torch.tensor([[7, 8, 9, 30]]))
     many = [*plain, left_padded, shifted]
     with packs_counted(packer_of(llama)) as sizes:
-        outcomes = packer_of(llama).run([SessionCall(inputs, llama.span, llama.new_cache()) for inputs in many])
+        outcomes = packer_of(llama).run_calls([SessionCall(inputs, llama.span, llama.new_cache()) for inputs in many])
     assert sizes == [3], "positions of its own fit into a row, padding doesn't"
     for inputs, outcome in zip(many, outcomes, strict=True):
         assert relative_error(outcome, llama.forward(inputs, None, llama.new_cache())) <= RELATIVE
@@ -154,7 +154,7 @@ def test_outputs_own_their_memory(llama: BlockSpan) -> None:
         SessionCall(some_inputs(llama, rows, 2, sessions.random), llama.span, cache)
         for rows, cache in zip(sessions.rows, sessions.packed, strict=True)
     ]
-    for output in packer_of(llama).run(calls):
+    for output in packer_of(llama).run_calls(calls):
         assert isinstance(output, Tensor)
         assert output.untyped_storage().nbytes() == output.nbytes
 

@@ -51,7 +51,7 @@ def assert_close(got: Tensor, want: Tensor, name: str, side: str) -> None:
 
 
 def read_and_trained(model: Any, mask: Tensor) -> dict[str, Tensor]:
-    """What comes out for the texts, and the gradient of the embeddings for a loss on it."""
+    """Outputs for the texts, and the gradient of the embeddings for a loss on them."""
     embeddings = model.get_input_embeddings().weight.requires_grad_()
     if model.can_generate():
         labels = IDS.where((mask != 0) & (mask.roll(1, 1) != 0), -100)  # none is predicted from padding

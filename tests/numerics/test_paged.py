@@ -57,7 +57,7 @@ def test_the_model_s_own_attention_finds_what_is_in_pages(llama: BlockSpan) -> N
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral"])
 def test_rollback_and_chosen_rows(model_type: str, tmp_path: Path) -> None:
-    """What rows share is copied before one of them goes on; a window forgets nothing."""
+    """Pages that rows share are copied before one of them goes on; a window forgets nothing."""
     sessions = PagedSessions(paged(model_type, tmp_path), rows=(1, 3))
     for cache in sessions.alone:
         cache.record_past()
@@ -86,7 +86,9 @@ def test_a_row_s_result_doesn_t_depend_on_its_neighbours(llama: BlockSpan) -> No
         other = [some_inputs(llama, 1, length, torch.Generator().manual_seed(neighbour)) for length in (neighbour, 1)]
         packer = Packer(llama, [Packing.PAGED])
         for one, two in zip(first, other, strict=True):
-            result = packer.run([SessionCall(one, llama.span, caches[0]), SessionCall(two, llama.span, caches[1])])[0]
+            result = packer.run_calls(
+                [SessionCall(one, llama.span, caches[0]), SessionCall(two, llama.span, caches[1])]
+            )[0]
         assert isinstance(result, Tensor)
         outputs.append(result)
     torch.testing.assert_close(*outputs)
@@ -119,7 +121,7 @@ def test_a_pool_without_room_refuses_one_session_alone(llama: BlockSpan) -> None
         SessionCall(some_inputs(llama, 1, length, random), llama.span, cache)
         for length, cache in zip(lengths, caches, strict=True)
     ]
-    outcomes = Packer(llama, [Packing.PAGED]).run(calls)
+    outcomes = Packer(llama, [Packing.PAGED]).run_calls(calls)
     assert isinstance(outcomes[0], Tensor)
     assert isinstance(outcomes[1], CacheFullError)
 
@@ -153,8 +155,8 @@ def test_recorded_steps(llama: BlockSpan) -> None:
     forward.graphs.record((4, 8))
     assert forward.graphs.sizes == (4, 8)
     sizes: list[int] = []
-    run = forward.graphs.run
-    forward.graphs.run = lambda size, *rest: (sizes.append(size), run(size, *rest))[1]  # type: ignore[method-assign]
+    run = forward.graphs.replay
+    forward.graphs.replay = lambda size, *rest: (sizes.append(size), run(size, *rest))[1]  # type: ignore[method-assign]
     assert max(sessions.step(lengths) for lengths in (*PagedSessions.STEPS, (2, 2, 1, 0), (1, 1, 0, 0))) <= RELATIVE
     assert sizes == [8, 8, 4]  # of 5 and 7 rows, and of 3; prompts are not recorded
 
@@ -205,17 +207,23 @@ def test_what_is_not_used_is_in_the_log(llama: BlockSpan, caplog: pytest.LogCapt
     graphs = GraphsWithoutCuda(fail, llama.pool, StaticInputs(64, llama.dtype, llama.device, 8))
     graphs.record((4, 8))
     assert "decode steps of 8 and fewer positions aren't recorded: no such kernel" in caplog.text
-    packer.forward.run = fail  # type: ignore[method-assign]
+    packer.forward.run_packed = fail  # type: ignore[method-assign]
     for _ in range(2):
         given = some_inputs(llama, 1, 1, torch.Generator().manual_seed(1))
         calls = [SessionCall(given, llama.span, llama.new_cache()) for _ in range(2)]
-        assert all(isinstance(output, Tensor) for output in packer.run(calls))
+        assert all(isinstance(output, Tensor) for output in packer.run_calls(calls))
     assert caplog.text.count("a step of 2 sessions failed paged; each runs alone: RuntimeError: no such kernel") == 1
 
 
 @pytest.mark.lane("triton")
-def test_fused_kernels_that_fail_are_in_the_log(llama: BlockSpan, caplog: pytest.LogCaptureFixture) -> None:
-    from swarmllm.models.span.fused_step import find_fused
+def test_fused_kernels_that_fail_are_in_the_log(
+    llama: BlockSpan, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from swarmllm.models.span import fused_step
 
-    assert find_fused(PagedAttention(llama)) is None  # there is no GPU, nor the interpreter
-    assert "decode steps are run by the model's own kernels, as fused ones fail: " in caplog.text
+    def fail(*_: Any) -> Tensor:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(fused_step, "run_fused", fail)
+    assert fused_step.find_fused(PagedAttention(llama)) is None
+    assert "decode steps are run by the model's own kernels, as fused ones fail: RuntimeError" in caplog.text

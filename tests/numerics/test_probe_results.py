@@ -1,4 +1,4 @@
-"""What probes have found is taken from disk where the same would be found, and only there."""
+"""Results of probes are read from disk only where the same would be found again."""
 
 import json
 from pathlib import Path

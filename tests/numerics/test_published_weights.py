@@ -117,7 +117,7 @@ def test_products_and_gradients(
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", [name for name, bits in KEPT_BITS.items() if bits])
-def test_a_product_does_not_depend_on_who_shares_it(
+def test_a_product_does_not_depend_on_other_rows(
     name: str, level: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "level", lambda: level)

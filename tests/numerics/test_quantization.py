@@ -196,7 +196,7 @@ def test_rows_that_are_no_groups_get_8_bits(tmp_path: Path) -> None:
 
 @torch.no_grad()
 def _log_probabilities(quantization: Quantization, dtype: torch.dtype, texts: list[Tensor]) -> list[Tensor]:
-    """Of each next token, `[seq, vocabulary]` in float32, for texts `[1, seq]`."""
+    """Log probabilities of each next token, `[seq, vocabulary]` in float32, for texts `[1, seq]`."""
     path = embedded_model_path()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     blocks = load_block_span(open_checkpoint(path), Span(0, 8), dtype=dtype, quantization=quantization, progress=False)
@@ -253,7 +253,7 @@ def test_more_bits_change_the_embedded_model_less(quant_types: tuple[str, ...]) 
 
 SHARD_BYTES = 30_000_000
 SHARES = {"int8": 0.55, "nf4": 0.32, "int4": 0.3, "q3.5": 0.27}
-"""Of the memory of bfloat16, at most."""
+"""Share of the memory of bfloat16, at most."""
 LARGE = {
     "llama": LlamaConfig(
         vocab_size=64, hidden_size=1024, intermediate_size=2816, num_hidden_layers=6, num_attention_heads=16

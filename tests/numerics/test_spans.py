@@ -1,4 +1,4 @@
-"""What a span promises besides exactness: cuts, traits, memory of its own, gradients, refusals."""
+"""Promises of a span besides exactness: cuts, traits, memory of its own, gradients, refusals."""
 
 from pathlib import Path
 

@@ -6,7 +6,7 @@ In one process: two spans and a session that takes steps ahead, but computes eac
 import itertools
 import shutil
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,33 +121,44 @@ class Speculating:
     ) -> Any:
         self.session = model_kwargs["past_key_values"].session
         speculation = Speculation(self, "past_key_values", self.session, self.drafter(), self.planner)
-        return speculation.run(
+        return speculation.write_text(
             input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
         )
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Few tokens and sharp distributions: guesses are right often enough."""
-    directory = tmp_path_factory.mktemp("speculation")
+def save_sharp_llama(directory: Path, sharpness: float) -> Path:
+    """Few tokens and sharp distributions, so that guesses are right often enough."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        config = LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=32,
-            num_hidden_layers=4,
-            num_attention_heads=2,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        model = LlamaForCausalLM(config)
+        sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4}
+        tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+        model = LlamaForCausalLM(LlamaConfig(**sizes, **tokens, num_attention_heads=2))
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.mul_(4)
+                parameter.mul_(sharpness)
     model.save_pretrained(directory)
     return directory
+
+
+def client_ahead(directory: Path, mixin: type) -> Any:
+    """A client of two spans in this process, whose sessions take steps ahead."""
+    checkpoint = open_checkpoint(str(directory))
+    spans = [Span(0, 2), Span(2, 4)]
+    blocks = [load_block_span(checkpoint, span, dtype=torch.float32, progress=False) for span in spans]
+    return load_client_shell(
+        checkpoint,
+        model_class=LlamaForCausalLM,
+        mixin=mixin,
+        dtype="auto",
+        runner=AheadRunner(list(zip(blocks, spans, strict=True))),
+        traits=blocks[0].traits,
+        progress=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_sharp_llama(tmp_path_factory.mktemp("speculation"), 4)
 
 
 @pytest.fixture(scope="module")
@@ -156,19 +167,8 @@ def local(directory: Path) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def ahead(directory: Path) -> Iterator[Any]:
-    checkpoint = open_checkpoint(str(directory))
-    spans = [Span(0, 2), Span(2, 4)]
-    blocks = [load_block_span(checkpoint, span, dtype=torch.float32, progress=False) for span in spans]
-    return load_client_shell(
-        checkpoint,
-        model_class=LlamaForCausalLM,
-        mixin=Speculating,
-        dtype="auto",
-        runner=AheadRunner(list(zip(blocks, spans, strict=True))),
-        traits=blocks[0].traits,
-        progress=False,
-    )
+def ahead(directory: Path) -> Any:
+    return client_ahead(directory, Speculating)
 
 
 def generate(model: Any, **options: Any) -> Any:
@@ -380,7 +380,9 @@ def test_samples_follow_the_distribution(drafter: type) -> None:
             speculation = Speculation(MarkovChain(table), "past_key_values", session, drafter(), planner)
             cache = RemoteCache(MarkovChain.config, session, 1)
             prompt = torch.tensor([[first % VOCABULARY]])
-            text = speculation.run(prompt, LogitsProcessorList(), stop, config, None, {"past_key_values": cache})[0]
+            text = speculation.write_text(
+                prompt, LogitsProcessorList(), stop, config, None, {"past_key_values": cache}
+            )[0]
             assert len(text) == num_tokens + 1
             seen.index_put_((text[:-1], text[1:]), torch.tensor(1.0), accumulate=True)
             right += sum(accepted.right for accepted in planner._accepted.values())

@@ -77,7 +77,7 @@ LABELS: dict[Task, dict[str, Tensor]] = {
 
 
 def results(model: PreTrainedModel, task: Task) -> dict[str, Tensor]:
-    """What the head computes without gradients, then the gradients of embeddings and head."""
+    """Outputs of the head without gradients, then the gradients of embeddings and head."""
     with torch.no_grad():
         output: Any = model(input_ids=IDS, attention_mask=MASK)
     if task == Task.QUESTION_ANSWERING:
@@ -229,7 +229,7 @@ def test_the_head_follows_the_checkpoint() -> None:
 
 
 def test_an_encoder_decoder_that_is_refused_has_no_heads_either() -> None:
-    """Those of others are in test_encoder_decoders."""
+    """`test_encoder_decoders` has the heads of others."""
     with pytest.raises(UnsupportedModelError, match=r"can.t be split over servers"):
         task_class(CONFIG_MAPPING["bigbird_pegasus"](), Task.SEQUENCE_CLASSIFICATION)
 

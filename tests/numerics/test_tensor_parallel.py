@@ -43,7 +43,7 @@ def test_packed_rows_are_those_of_one_process(quant_type: str, tmp_path: Path, g
 
 
 def test_a_matrix_in_three_parts() -> None:
-    """Of sizes that nothing divides, with a bias, and gradients; experts as well."""
+    """Sizes that nothing divides, with a bias, and gradients; experts as well."""
     group = Group([CPU] * 3)
     weight, bias, inputs = torch.randn(50, 7), torch.randn(50), torch.randn(5, 7, requires_grad=True)
     matrix = spread(Plain(weight, torch.float32), bias, group)
@@ -62,7 +62,7 @@ def test_a_matrix_in_three_parts() -> None:
 
 @torch.inference_mode()
 def test_inputs_that_change_in_place_are_other_inputs(group: Group) -> None:
-    """What may be multiplied by the same inputs is asked for beforehand; wrong guesses make no difference."""
+    """Products with the same inputs are asked for beforehand; wrong guesses make no difference."""
     first, second = torch.randn(64, 32), torch.randn(64, 32)
     matrices = [spread(Plain(weight, torch.float32), None, group) for weight in (first, second)]
     inputs = torch.randn(3, 32)

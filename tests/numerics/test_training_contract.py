@@ -34,7 +34,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _accelerate_forgets() -> Iterator[None]:
-    """What TrainingArguments leave in the environment and in accelerate would compile all that comes after."""
+    """Restore the environment: TrainingArguments would make accelerate compile all that comes after."""
     before = dict(os.environ)
     yield
     for name in os.environ.keys() - before.keys():
@@ -48,7 +48,7 @@ def entry(part: str, name: str) -> Any:
 
 
 def outcome(check: Any, model: Any) -> object:
-    """What comes of it; what a local model refuses, a model of a swarm refuses as well."""
+    """The outcome; a model of a swarm refuses what a local model refuses."""
     torch.manual_seed(11)
     try:
         return check(model)
@@ -75,7 +75,7 @@ def test_refused(part: str, name: str, llama: Path) -> None:
 
 @pytest.mark.parametrize("part", CONTRACTS)
 def test_every_public_name_is_in_a_class(part: str) -> None:
-    """Who sees this fail after an update decides what becomes of the new names, and tries it in an entry."""
+    """A failure after an update asks for an entry: decide about the new names, and try each."""
     contract: Contract = CONTRACTS[part]
     names = names_of(part)
     assert set(names) - set(contract) == set(), "names without a class"

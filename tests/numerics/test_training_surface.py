@@ -1,4 +1,4 @@
-"""What transformers and peft let a user do to a model in training: each gives the local numbers, or is one sentence.
+"""Changes that transformers and peft allow to a model in training: each gives the local numbers, or one sentence.
 
 One row for an option or an operation. None is accepted and ignored.
 """
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
-from swarmllm.client.saving import SavedParts
+from swarmllm.client.distributed_model import DistributedModel
 from swarmllm.errors import ConfigurationError
 from swarmllm.models.architecture import find_blocks
 
@@ -99,6 +99,10 @@ ON_BLOCKS: dict[str, tuple[Operation, str]] = {
     "copying into it": (lambda m: weight(m).copy_(torch.ones(64, 64)), WEIGHT),
     "a part of it": (lambda m: weight(m).__setitem__(0, 1), WEIGHT),
     "initializing it": (lambda m: nn.init.normal_(weight(m)), WEIGHT),
+    "a result into it": (lambda m: torch.add(torch.ones(64, 64), 1, out=weight(m)), WEIGHT),
+    "another size": (lambda m: weight(m).resize_(2), WEIGHT),
+    "a row of a view": (lambda m: weight(m).view(-1)[3:9].mul_(2), WEIGHT),
+    "its storage": (lambda m: weight(m).untyped_storage(), WEIGHT),
     "an optimizer": (lambda m: torch.optim.SGD([weight(m)], lr=0.1), WEIGHT),
     "pruning": (lambda m: prune.l1_unstructured(block(m).self_attn.q_proj, "weight", 0.5), CHANGE),  # type: ignore[no-untyped-call]
     "gradients of a weight": (lambda m: weight(m).requires_grad_(), WEIGHT),
@@ -110,7 +114,7 @@ ON_BLOCKS: dict[str, tuple[Operation, str]] = {
     ),
     "another tensor": (lambda m: setattr(block(m).mlp.up_proj, "weight", torch.ones(128, 64)), CHANGE),
     "one parameter more": (lambda m: block(m).register_parameter("scale", nn.Parameter(torch.ones(1))), CHANGE),
-    "one buffer more": (lambda m: block(m).register_buffer("scale", torch.ones(1)), "a tensor"),
+    "one buffer more": (lambda m: block(m).register_buffer("scale", torch.ones(1)), CHANGE),
     "another module": (lambda m: setattr(block(m), "mlp", nn.Identity()), f"mlp of block 1 {CHANGE}"),
     "a wrapped module": (lambda m: setattr(block(m), "mlp", nn.Sequential(block(m).mlp, nn.ReLU())), CHANGE),
     "one module more": (lambda m: block(m).add_module("extra", nn.Identity()), CHANGE),
@@ -477,7 +481,7 @@ LOHA_DROPOUT = peft.LoHaConfig(r=2, target_modules=["q_proj"], module_dropout=0.
 def test_dropout_of_loha_is_refused_only_in_training(llama: Path) -> None:
     adapted = tuned(InProcessSwarm(llama).client, LOHA_DROPOUT)
     assert adapted.eval()(IDS, use_cache=False).logits.isfinite().all()
-    with pytest.raises(ConfigurationError, match="set them to 0"):
+    with pytest.raises(ConfigurationError, match="set it to 0"):
         adapted.train()(IDS, labels=IDS)
 
 
@@ -517,7 +521,7 @@ def test_layers_are_not_dropped_all_at_once(tmp_path: Path) -> None:
         client.train()(IDS)
 
 
-class Owner(SavedParts):
+class Owner(DistributedModel):
     """Saves what it owns as a real client does."""
 
     swarm: Any = SimpleNamespace(model_name="checkpoint", fingerprint="f" * 32)

@@ -1,4 +1,4 @@
-"""What is changed without touching a block is one sentence at the next forward; set back, all is as it was."""
+"""Changes of a model without touching a block are one sentence at the next forward; undone, all is as before."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -74,6 +74,7 @@ def test_a_config_that_concerns_what_is_here(clients: Callable[[str], Any]) -> N
     client = clients("llama")
     expected = client(IDS, use_cache=False).logits
     changes = {"use_cache": False, "pad_token_id": 5, "output_attentions": False, "problem_type": "regression"}
+    changes |= {"pretraining_tp": 1, "a_note": "of the user's"}
     was = {name: getattr(client.config, name, None) for name in changes}
     client.config.update(changes)
     assert torch.equal(client(IDS).logits, expected)
@@ -165,7 +166,7 @@ CASTS: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
 def test_casts_are_harmless(model_type: str, tmp_path: Path) -> None:
-    """What they round of the rotary embeddings here, nobody computes with."""
+    """Their rounding of the rotary embeddings here changes nothing: nobody computes with them."""
     local = save_tiny(model_type, tmp_path)
     for parameter in local.parameters():
         parameter.data = parameter.data.mul(64).round().div(64)  # no cast rounds them

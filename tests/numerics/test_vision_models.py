@@ -14,7 +14,7 @@ from tests.numerics.in_process_swarm import InProcessSwarm
 from tests.numerics.tiny_vision_models import inputs_of, names, save_tiny_model
 
 from swarmllm.errors import ConfigurationError
-from swarmllm.models.architecture import Task, sees
+from swarmllm.models.architecture import Task, has_vision
 from swarmllm.models.checkpoint.skeleton import block_bytes, client_tensor_names
 from swarmllm.models.span.loading import span_tensor_names
 
@@ -51,7 +51,7 @@ def test_servers_and_clients_read_their_own_tensors(tmp_path: Path) -> None:
         assert not {*names_of_span} & {*here}
         assert all("language_model" in name for name in names_of_span)
     assert len(block_bytes(checkpoint)) == checkpoint.num_blocks
-    assert sees(checkpoint.config)
+    assert has_vision(checkpoint.config)
 
 
 def test_ids_besides_embeddings_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
 
 HALF_A_STEP = 2.0**-8
-"""Of bfloat16, relative to the number."""
+"""Rounding of bfloat16, relative to the number."""
 
 
 def load(path: Path, dtype: torch.dtype = torch.bfloat16) -> BlockSpan:

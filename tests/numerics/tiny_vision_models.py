@@ -59,7 +59,7 @@ FOR_MORE_BLOCKS = (
     *("layer_types", "mlp_layer_types", "no_rope_layers", "moe_layers", "rope_parameters", "per_layer_config"),
     *("layers_block_type", "hybrid_override_pattern", "number_of_conv_states"),
 )
-"""What a default config says of each of its many blocks, or of larger heads."""
+"""Fields of a default config about each of its many blocks, or about larger heads."""
 MARKS_OF_TEXT = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 MARKS = {
     **dict.fromkeys(("image_token_id", "image_token_index", "image_patch_id"), IMAGE_TOKEN),

@@ -22,7 +22,7 @@ class Naive:
     hidden: list[Tensor] = field(default_factory=list)
     positions: list[Tensor] = field(default_factory=list)
     seen: list[Tensor] = field(default_factory=list)
-    """What each position attends to, up to itself."""
+    """The positions that each position attends to, up to itself."""
 
     def rollback(self, position: int) -> None:
         del self.hidden[position:], self.positions[position:], self.seen[position:]

@@ -1,4 +1,4 @@
-"""What a server with any accepted settings announces, the validators of all peers take."""
+"""The record of a server with any accepted settings passes the validators of all peers."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -62,7 +62,7 @@ def checkpoint() -> Checkpoint:
 def announced(
     config: ServerConfig, checkpoint: Checkpoint, addrs: tuple[str, ...], mbps: float | None = None
 ) -> ServerInfo:
-    """As a server describes itself that has loaded its blocks."""
+    """The record of a server that has loaded its blocks."""
     peer: Any = SimpleNamespace(peer_id=PEER_ID, addrs=addrs, relay=None)
     loader: Any = SimpleNamespace(
         device=torch.device("cpu"),

@@ -1,4 +1,4 @@
-"""Whatever is compressed comes back within its bound, rounding is final, and no bytes of a stranger do harm."""
+"""Compressed tensors come back within their error bound, rounding is stable, and hostile bytes do no harm."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ shapes = st.lists(st.integers(0, 4), max_size=3).flatmap(
 
 @st.composite
 def tensors(draw: st.DrawFn) -> Tensor:
-    """Of all sizes that a dtype knows, with some values much larger than the others."""
+    """Values of all sizes that a dtype knows, with some much larger than the others."""
     dtype, shape, seed = draw(st.sampled_from(COMPRESSIBLE_DTYPES)), draw(shapes), draw(st.integers(0, 1 << 30))
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(shape, generator=generator, dtype=torch.float64) * 2.0 ** draw(st.integers(-140, 120))

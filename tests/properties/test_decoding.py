@@ -17,11 +17,17 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from swarmllm.decoding.dry import Dry, repeated_lengths
-from swarmllm.decoding.frustratingly_simple import FrustratinglySimple, RandomSteps
-from swarmllm.decoding.mirostat import Mirostat
+from swarmllm.decoding.methods import (
+    Dry,
+    ExcludeTopChoices,
+    FrustratinglySimple,
+    Mirostat,
+    RandomSteps,
+    TailFree,
+    TopNSigma,
+    repeated_lengths,
+)
 from swarmllm.decoding.options import ADDED, DEFAULTS, DecodingOptions
-from swarmllm.decoding.truncation import ExcludeTopChoices, TailFree, TopNSigma
 from swarmllm.errors import ConfigurationError
 
 Row = NDArray[np.float64]

@@ -1,4 +1,4 @@
-"""What clients have of a device that they share: turns among equals, and most of it for those who come first."""
+"""Shares of clients in one device: turns among equals, and most of it for clients that come first."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ PREFILL_TOKENS = 64
 
 @dataclass
 class Machine:
-    """How long forwards take on it: `fixed_s` and `token_s` for each token."""
+    """Time of forwards: `fixed_s`, and `token_s` for each token."""
 
     fixed_s: float
     token_s: float
@@ -44,14 +44,14 @@ class Client:
     session: str
     think_s: float = 0.0
     num_tokens: int = PREFILL_TOKENS
-    """Of each prompt."""
+    """Tokens of each prompt."""
     done: list[float] = field(default_factory=list)
-    """How long each took, from the last answer to this one."""
+    """Time of each step, from the last answer to this one."""
     last_at: float = 0.0
 
     def work(self, now: float) -> Work:
         size = self.num_tokens if self.kind is Priority.PREFILL else 1
-        session = None if self.kind is Priority.BATCH else self.session
+        session = None if self.kind is Priority.SESSIONLESS else self.session
         return Work(
             num_tokens=size, granule=1, priority=self.kind, queued_at=now, session=session, account=self.account
         )
@@ -74,12 +74,12 @@ def run(machine: Machine, clients: list[Client], for_s: float) -> Counter[str]:
             now += max(min(wait_s, next_s), 1e-6)
             continue
         pieces = scheduler.next(now)
-        num_tokens = sum(20 if work.priority is Priority.BATCH else size for work, size in pieces)
+        num_tokens = sum(20 if work.priority is Priority.SESSIONLESS else size for work, size in pieces)
         took_s = machine.forward_s(num_tokens)
         now += took_s
         scheduler.ran(now)
         for work, size in pieces:
-            seconds[work.account.name] += took_s * (20 if work.priority is Priority.BATCH else size) / num_tokens
+            seconds[work.account.name] += took_s * (20 if work.priority is Priority.SESSIONLESS else size) / num_tokens
             if not work.num_tokens:
                 client = clients[owners.pop(work)]
                 client.done.append(now - client.last_at)
@@ -101,10 +101,10 @@ THINKING = st.sampled_from((0.0, 0.002, 0.05, 0.4))
 
 @FEW
 @given(MACHINES, KINDS, st.sampled_from(Priority), st.integers(1, 80), st.integers(1, 80), THINKING)
-def test_a_flood_costs_those_who_come_first_less_than_a_fifth(
+def test_a_flood_costs_privileged_clients_less_than_a_fifth(
     machine: Machine, kinds: list[Priority], wanted: Priority, num: int, peers: int, think_s: float
 ) -> None:
-    """Whatever is wanted, however many peers the flood pretends to come from, on any kind of machine."""
+    """This holds for any work, any number of pretended peers, and any kind of machine."""
     alone = Client(FIRST, wanted, "mine", think_s)
     run(machine, [alone], for_s := 150 * (machine.forward_s(PREFILL_TOKENS) + think_s))
     contended = Client(FIRST, wanted, "mine", think_s)
@@ -114,7 +114,7 @@ def test_a_flood_costs_those_who_come_first_less_than_a_fifth(
 
 @FEW
 @given(MACHINES, KINDS, st.integers(1, 20), THINKING)
-def test_others_go_on_beside_those_who_come_first(
+def test_others_go_on_beside_privileged_clients(
     machine: Machine, kinds: list[Priority], num: int, think_s: float
 ) -> None:
     clients = [
@@ -127,11 +127,11 @@ def test_others_go_on_beside_those_who_come_first(
     seconds = run(machine, clients, 600 * machine.forward_s(PREFILL_TOKENS))
     others = sum(seconds[name] for name in seconds if name.startswith("peer"))
     assert others > 0.04 * seconds.total()
-    assert all(seconds[client.account.name] for client in clients if client.kind is not Priority.BATCH)
+    assert all(seconds[client.account.name] for client in clients if client.kind is not Priority.SESSIONLESS)
 
 
 @FEW
-@pytest.mark.parametrize("kind", [Priority.PREFILL, Priority.BATCH])
+@pytest.mark.parametrize("kind", [Priority.PREFILL, Priority.SESSIONLESS])
 @given(machine=MACHINES, sessions=st.lists(st.integers(1, 30), min_size=2, max_size=6))
 def test_equals_have_equal_time_however_much_each_asks_for(
     kind: Priority, machine: Machine, sessions: list[int]
@@ -163,7 +163,9 @@ def test_of_one_client_all_sessions_decode_together(machine: Machine, num: int) 
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.floats(0, 1e3)), max_size=60), st.sets(st.sampled_from("abcdef")))
-def test_turns_name_all_who_wait_and_forget_the_rest(charges: list[tuple[str, float]], waiting: set[str]) -> None:
+def test_turns_name_all_waiting_accounts_and_forget_the_rest(
+    charges: list[tuple[str, float]], waiting: set[str]
+) -> None:
     turns = RoundRobin()
     for name, seconds in charges:
         turns.order({name, "a"})
@@ -174,7 +176,7 @@ def test_turns_name_all_who_wait_and_forget_the_rest(charges: list[tuple[str, fl
 
 
 @given(st.floats(0.001, 1.0), st.integers(0, 5))
-def test_whoever_comes_anew_all_the_time_keeps_nobody_waiting_for_ever(debt_s: float, num_waiting: int) -> None:
+def test_accounts_that_always_come_anew_keep_no_other_waiting_for_ever(debt_s: float, num_waiting: int) -> None:
     """Ids cost nothing; but a round has as many turns as there are who wait, and a new one waits for the next."""
     turns, waiting = RoundRobin(), {"one", *(f"old {idx}" for idx in range(num_waiting))}
     turns.order(waiting)

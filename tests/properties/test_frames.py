@@ -1,4 +1,4 @@
-"""Whatever the messages and however the bytes are cut, the decoder gives back what was encoded; noise only raises."""
+"""The decoder returns the encoded messages, however their bytes are cut; noise only raises errors."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""What is found between blocks, cut into pieces, joined, packed and taken: nothing is lost, whatever its shape."""
+"""Hidden states between blocks, cut into pieces, joined, packed and taken: nothing is lost, whatever their shape."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ spans = st.tuples(st.integers(0, 7), st.integers(1, 8)).filter(lambda ends: ends
 
 @st.composite
 def found(draw: st.DrawFn) -> tuple[InnerStates, Span, Tensor, int]:
-    """What a server has found in its blocks, hidden states of that call, and the axis of the batch."""
+    """The states that a server found in its blocks, hidden states of that call, and the axis of the batch."""
     span, axis = draw(spans), draw(st.sampled_from([0, 1]))
     batch_size, heads, dtype = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.sampled_from(DTYPES))
     inner = InnerStates(draw(st.frozensets(st.integers(0, 9))), attentions=draw(st.booleans()), num_heads=heads)

@@ -24,7 +24,7 @@ MOST = 70
     st.integers(1, 3),
     st.sampled_from(LEVELS or [0]),
 )
-def test_a_product_does_not_depend_on_who_shares_it(
+def test_a_product_does_not_depend_on_other_rows(
     rows: int, columns: int, dtype: torch.dtype, threads: int, level: int
 ) -> None:
     generator = torch.Generator().manual_seed(rows * 10_000 + columns)

@@ -23,7 +23,7 @@ needs_kernels = pytest.mark.skipif(kernels.library() is None, reason="swarmllm w
 
 @st.composite
 def weights(draw: st.DrawFn, experts: bool = True) -> Tensor:
-    """Of any spread around any middle, some stored transposed; some groups are all one number."""
+    """Weights of any spread around any middle, some stored transposed; some groups are all one number."""
     sizes = [draw(st.integers(1, 3))] if experts and draw(st.booleans()) else []
     rows, columns = draw(st.integers(1, 70)), draw(st.integers(1, 18)) * GROUP
     generator = torch.Generator().manual_seed(draw(seeds))
@@ -87,7 +87,7 @@ def test_kernels_decode_exactly_what_torch_does(weight: Tensor, bits: float, dat
 @needs_kernels
 @settings(max_examples=40)
 @given(weights(experts=False), bits_of_a_weight, st.integers(1, 3), st.sampled_from(LEVELS or [0]))
-def test_a_product_does_not_depend_on_who_shares_it(weight: Tensor, bits: float, threads: int, level: int) -> None:
+def test_a_product_does_not_depend_on_other_rows(weight: Tensor, bits: float, threads: int, level: int) -> None:
     packed = KBit.quantize(weight.float(), bits)
     inputs = torch.randn(kernels.AT_A_TIME, weight.shape[-1], generator=torch.Generator().manual_seed(1))
     with pytest.MonkeyPatch.context() as patch:

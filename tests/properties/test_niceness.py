@@ -1,4 +1,4 @@
-"""Whatever the owner's programs do: no pause where nobody wants the cores, and never more than ten times slower."""
+"""For any load of other programs: no pause while they want no cores, and never more than ten times slower."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,7 +42,7 @@ def test_pauses_are_bounded(loads: list[float], num_cores: int, wanted: int, com
 
 
 @given(st.lists(load, max_size=30), cores, cores, st.floats(0, MAX_MS), st.floats(0, 1e9))
-def test_what_is_announced_is_valid_and_never_faster(
+def test_the_announced_record_is_valid_and_never_faster(
     loads: list[float], num_cores: int, wanted: int, ms: float, tokens_per_s: float
 ) -> None:
     measured = ServerInfo(peer_id="a" * 46, start=0, end=2, throughput=tokens_per_s, decode_ms_per_block=ms)

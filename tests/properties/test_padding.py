@@ -1,4 +1,4 @@
-"""Whatever is padding in a batch, each text comes out as if it were alone, and the padding reaches nobody."""
+"""Padding in a batch changes no text, and reaches no server."""
 
 from collections.abc import Sequence
 from dataclasses import replace

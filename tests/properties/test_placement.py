@@ -1,4 +1,4 @@
-"""Whatever the swarm: servers that follow the plan never lose a block, never reload the same, and come to rest."""
+"""In any swarm, servers that follow the plan never lose a block, never reload the same blocks, and come to rest."""
 
 from hypothesis import given
 from hypothesis import strategies as st

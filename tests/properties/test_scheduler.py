@@ -1,4 +1,4 @@
-"""What the scheduler promises for any queue: nobody starves, nothing is over the budget, sessions keep their order."""
+"""Promises of the scheduler for any queue: nobody starves, nothing is over the budget, sessions keep their order."""
 
 from dataclasses import dataclass, field
 
@@ -36,7 +36,7 @@ def jobs(draw: st.DrawFn) -> Job:
         size = rows * draw(st.integers(1, 60))
         granule = rows if kind == "prefill" else size
         return Job(num_tokens=size, granule=granule, priority=Priority.PREFILL, queued_at=0, session=session)
-    priority = Priority.DECODE if kind == "alone" else Priority.BATCH
+    priority = Priority.DECODE if kind == "alone" else Priority.SESSIONLESS
     return Job(num_tokens=1, granule=1, priority=priority, queued_at=0)
 
 
@@ -127,7 +127,7 @@ def test_nobody_starves_however_much_arrives(arrivals: list[tuple[Job, int]], nu
             return
         for session in (*(f"decoding {idx}" for idx in range(num_decoding)), None):
             if all(job.session != session or job in wanted for job in device.waiting):
-                priority = Priority.BATCH if session is None else Priority.DECODE
+                priority = Priority.SESSIONLESS if session is None else Priority.DECODE
                 device.add(Job(num_tokens=1, granule=1, priority=priority, queued_at=0, session=session), order)
                 order += 1
         device.forward()
@@ -166,7 +166,7 @@ def prefill(session: str, size: int, granule: int = 1, account: Account = HOUSE)
 
 
 def training() -> Job:
-    return Job(num_tokens=1, granule=1, priority=Priority.BATCH, queued_at=0)
+    return Job(num_tokens=1, granule=1, priority=Priority.SESSIONLESS, queued_at=0)
 
 
 def forwards(device: Device, *work: Job) -> list[list[tuple[str | None, int]]]:
@@ -240,10 +240,10 @@ def test_training_waits_for_its_turn_while_others_decode() -> None:
         device.add(decode("a"), 40 + order)
         (job, _), *_ = device.forward()
         ran.append(job.priority)
-        if job.priority is Priority.BATCH:
+        if job.priority is Priority.SESSIONLESS:
             device.forward()
-    assert 4 <= ran.count(Priority.BATCH) <= 12
-    assert len(forwards(device)) == 40 - ran.count(Priority.BATCH)  # then nobody else waits
+    assert 4 <= ran.count(Priority.SESSIONLESS) <= 12
+    assert len(forwards(device)) == 40 - ran.count(Priority.SESSIONLESS)  # then nobody else waits
 
 
 def test_between_two_steps_training_has_one_turn() -> None:
@@ -267,7 +267,7 @@ def test_between_two_steps_training_has_one_turn() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(range(100)), st.floats(0, 0.3)), max_size=200))
-def test_who_has_stopped_decoding_is_forgotten_whatever_else_runs(decodes: list[tuple[int, float]]) -> None:
+def test_sessions_that_stopped_decoding_are_forgotten_whatever_else_runs(decodes: list[tuple[int, float]]) -> None:
     """Prompts of up to 16 tokens count as decoding, so a server may never see anything else."""
     scheduler: Scheduler[Job] = Scheduler(BUDGET)
     now, last = 0.0, {}

@@ -182,7 +182,7 @@ def test_a_part_of_a_character_has_its_own_bytes(kind: Any) -> None:
 @given(data=st.binary(max_size=12))
 @settings(max_examples=60, deadline=None)
 def test_bytes_that_are_no_text(data: bytes) -> None:
-    """Of a tokenizer whose tokens are bytes: its text has a replacement for each that is none."""
+    """The text of a tokenizer whose tokens are bytes: each invalid byte is a replacement character."""
     tokenizer = tokenizer_of(byte_level)
     ids = tokenizer.convert_tokens_to_ids([bytes_to_unicode()[byte] for byte in data])
     text, spelled, offsets = written(tokenizer, ids, [], frozenset())

@@ -70,7 +70,7 @@ class Running:
         raise AssertionError(f"it ended: {self.log.read_text()}")
 
     def maddrs(self) -> list[str]:
-        """Where it can be joined, as its line says."""
+        """Its addresses, from the line that it prints."""
         match = JOIN.match(self.lines_until_join()[-1])
         assert match is not None
         return match[1].split()

@@ -37,7 +37,7 @@ class Relays:
 
     @property
     def maddrs(self) -> list[str]:
-        """Of those that work."""
+        """Addresses of the peers that work."""
         return [maddr for peer in self.working for maddr in peer.join_maddrs]
 
     @property
@@ -79,7 +79,7 @@ class Homes:
         return server
 
     def status(self) -> list[dict[str, Any]]:
-        """What servers announce, in the order of their blocks."""
+        """Announced servers, in the order of their blocks."""
         (model,) = json.loads(command("status", "--initial_peers", *self.relays.maddrs, "--json").stdout)["models"]
         return sorted(model["servers"], key=lambda server: server["start"])
 

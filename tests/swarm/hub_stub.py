@@ -30,7 +30,7 @@ class Repository:
 
 
 class HubStub:
-    """What is on it, by name."""
+    """A hub on this machine, with repositories by name."""
 
     def __init__(self, address: str) -> None:
         self.address = address

@@ -26,14 +26,14 @@ PREFIX = f"swarmllm-{os.getpid()}-"
 
 
 def has_ipv6() -> bool:
-    """Whether this machine has an IPv6 of its own, as for loopback."""
+    """True if this machine has an IPv6 of its own, as for loopback."""
     with suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
         return True
     return False
 
 
 def missing() -> str:
-    """What this machine lacks; "" if nothing."""
+    """The tool or right that this machine lacks; "" if nothing."""
     if not (shutil.which("ip") and shutil.which("nft")):
         return "needs the commands ip and nft"
     made = subprocess.run(["unshare", "--net", "true"], capture_output=True)

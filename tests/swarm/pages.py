@@ -2,12 +2,10 @@
 
 import re
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from threading import Lock
 from typing import Any
 
 import torch
-from swarm_models import assert_same_tokens, generate_seeded, prompt
+from swarm_models import assert_same_tokens, generate_seeded, generate_together, prompt
 from transformers import PreTrainedModel
 
 from swarmllm.demo.local_swarm import LocalServer
@@ -17,25 +15,10 @@ NEW_TOKENS = 12
 
 
 def check_clients_at_once(model: Any, local: PreTrainedModel) -> None:
-    """Of unequal lengths, within pages and across their borders."""
+    """Texts of unequal lengths, within pages and across their borders."""
     texts = [prompt(1, length, seed=length) for length in LENGTHS]
     expected = [generate_seeded(local, ids, max_new_tokens=NEW_TOKENS)[0].tolist() for ids in texts]
-    ends = Lock()  # the client's own layers are one set of modules
-
-    def generate(ids: torch.Tensor) -> list[int]:
-        with torch.no_grad(), model.inference_session(max_length=ids.shape[1] + NEW_TOKENS) as session:
-            tokens, feed = ids, ids
-            for _ in range(NEW_TOKENS):
-                with ends:
-                    hidden = model.get_input_embeddings()(feed)
-                hidden = session.step(hidden)
-                with ends:
-                    feed = model.head(hidden[:, -1:])[:, -1].argmax(-1, keepdim=True)
-                tokens = torch.cat([tokens, feed], dim=1)
-            return list(tokens[0].tolist())
-
-    with ThreadPoolExecutor(len(texts)) as clients:
-        assert list(clients.map(generate, texts)) == expected
+    assert generate_together(model, texts, NEW_TOKENS) == expected
 
 
 def check_beams(model: Any, local: PreTrainedModel) -> None:

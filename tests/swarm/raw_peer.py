@@ -82,3 +82,9 @@ class RawPeers:
     async def join(cls, server: LocalServer) -> AsyncIterator["RawPeers"]:
         async with await Peer.create(initial_peers=server.maddrs, client_mode=True) as peer:
             yield cls(peer)
+
+
+def dht_node(peer: Peer) -> Any:
+    """hivemind's node, by which a hostile peer says what ours never would."""
+    assert peer._dht is not None
+    return peer._dht._node

@@ -1,4 +1,4 @@
-"""Where a swarm can be joined: by IPv4 or IPv6, and by whichever of the initial peers is left."""
+"""Joining a swarm by IPv4 or IPv6, and through any initial peer that is left."""
 
 import os
 import signal
@@ -52,7 +52,7 @@ def frozen(pid: int) -> Iterator[None]:
 def test_all_initial_peers_but_one_are_gone(
     llama: Path, local: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of three, one was killed and one hangs: servers, clients and `status` join by the third."""
+    """One of three initial peers was killed and one hangs: servers, clients and `status` join by the third."""
     monkeypatch.setenv("SWARMLLM_CACHE", str(tmp_path / "cache"))
     options = [part for name, value in OPTIONS.items() for part in (f"--{name}", str(value))]
     with (

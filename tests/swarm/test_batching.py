@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 from raw_peer import HIDDEN, RawPeer, RawPeers
-from swarm_models import NUM_BLOCKS, OPTIONS, connected, generate_seeded, prompt, wait_until
+from swarm_models import NUM_BLOCKS, OPTIONS, connected, generate_seeded, generate_together, prompt, wait_until
 from tests.selection import sampled
 from transformers import PreTrainedModel
 
@@ -47,29 +47,8 @@ def texts(lengths: Sequence[int]) -> list[torch.Tensor]:
     return [prompt(1, length, seed=length) for length in lengths]
 
 
-def generate_together(model: Any, prompts: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Greedy, each client in a thread of its own with its own session."""
-    ends = threading.Lock()  # the client's own layers are one set of modules
-
-    def generate(ids: torch.Tensor) -> list[int]:
-        with torch.no_grad(), model.inference_session(max_length=ids.shape[1] + NEW_TOKENS) as session:
-            tokens, feed = ids, ids
-            for _ in range(NEW_TOKENS):
-                with ends:
-                    hidden = model.get_input_embeddings()(feed)
-                hidden = session.step(hidden)
-                with ends:
-                    feed = model.head(hidden[:, -1:])[:, -1].argmax(-1, keepdim=True)
-                tokens = torch.cat([tokens, feed], dim=1)
-            assert session.num_repairs == 0, "the session must not have noticed anything"
-            return list(tokens[0].tolist())
-
-    with ThreadPoolExecutor(len(prompts)) as clients:
-        return list(clients.map(generate, prompts))
-
-
 def test_each_client_gets_the_tokens_that_it_gets_alone(model: Any, expected: list[list[int]]) -> None:
-    assert generate_together(model, texts(LENGTHS)) == expected
+    assert generate_together(model, texts(LENGTHS), NEW_TOKENS) == expected
 
 
 def test_batching_can_be_switched_off(llama: Path, expected: list[list[int]]) -> None:
@@ -77,7 +56,7 @@ def test_batching_can_be_switched_off(llama: Path, expected: list[list[int]]) ->
         LocalSwarm(llama, spans=[(0, NUM_BLOCKS)], max_batch_sessions=1, **OPTIONS) as swarm,
         connected(llama, swarm.initial_peers) as model,
     ):
-        assert generate_together(model, texts(LENGTHS)) == expected
+        assert generate_together(model, texts(LENGTHS), NEW_TOKENS) == expected
 
 
 @pytest.mark.slow
@@ -92,13 +71,13 @@ def test_many_clients_leave_nothing_behind(llama: Path, local: PreTrainedModel) 
         with model.inference_session(max_length=512) as session:
             session.step(model.embed(prompt()))
             wait_until(lambda: all(map(int.__lt__, free_cache(model), at_first)), "the lease of a session")
-            assert generate_together(model, texts(lengths)) == wanted
+            assert generate_together(model, texts(lengths), NEW_TOKENS) == wanted
         wait_until(lambda: free_cache(model) == at_first, "the end of all leases")
         for _ in range(5):  # until the allocators have what they need
-            assert generate_together(model, texts(lengths)) == wanted
+            assert generate_together(model, texts(lengths), NEW_TOKENS) == wanted
         memory = resident_bytes(swarm)
         for _ in range(4):
-            assert generate_together(model, texts(lengths)) == wanted
+            assert generate_together(model, texts(lengths), NEW_TOKENS) == wanted
         assert resident_bytes(swarm) == pytest.approx(memory, abs=MEMORY_SLACK_BYTES)
 
 
@@ -114,7 +93,7 @@ def test_a_killed_client_costs_the_others_nothing(
         assert client.stdout is not None
         assert client.stdout.readline() == "stepping\n"
         with ThreadPoolExecutor(1) as others:
-            generated = others.submit(generate_together, model, texts(LENGTHS))
+            generated = others.submit(generate_together, model, texts(LENGTHS), NEW_TOKENS)
             client.kill()
             assert generated.result() == expected
     finally:
@@ -208,7 +187,7 @@ async def test_a_client_that_misbehaves_costs_the_others_nothing(
     once = asyncio.Event()
     async with RawPeers.join(swarm.servers[0]) as peers:
         bad = asyncio.create_task(go_on(peers, swarm.servers[0]))
-        others = asyncio.create_task(in_thread(lambda: generate_together(model, texts(LENGTHS))))
+        others = asyncio.create_task(in_thread(lambda: generate_together(model, texts(LENGTHS), NEW_TOKENS)))
         await asyncio.wait({bad, others}, return_when=asyncio.FIRST_COMPLETED)
         if misbehave is not stall:
             waiting = asyncio.create_task(once.wait())

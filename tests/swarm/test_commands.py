@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swarmllm import embedded_model_path
 from swarmllm.__main__ import main
-from swarmllm.client.generation import MoreDecoding
+from swarmllm.client.distributed_model import DistributedModelForCausalLM
 
 MODEL = embedded_model_path()
 LOCAL_HOST = "/ip4/127.0.0.1/tcp/0"
@@ -38,7 +38,7 @@ def bootstrap(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def servers(bootstrap: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
-    """What two servers said when they were ready: settings from a file, and flags on top of it."""
+    """The lines of two servers that are ready: settings from a file, and flags on top of it."""
     directory = tmp_path_factory.mktemp("servers")
     settings = directory / "server.toml"
     settings.write_text(
@@ -148,7 +148,7 @@ def test_ways_to_choose_tokens_that_transformers_lacks(
     drawn_file.write_text("mirostat_mode = 2\n")
     model, _ = local
     kind = type(model)
-    model.__class__ = type(kind.__name__, (MoreDecoding, kind), {})
+    model.__class__ = type(kind.__name__, (DistributedModelForCausalLM, kind), {"swarm": None})
     shared = ["--model", MODEL, "--dtype", "float32", "--max-new-tokens", 30, "--initial_peers", bootstrap]
     try:
         with ThreadPoolExecutor() as both:

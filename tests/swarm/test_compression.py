@@ -31,7 +31,7 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
 
 
 def sent_bytes(model: Any, ids: Tensor) -> int:
-    """What a forward batch sends."""
+    """The bytes that a forward batch sends."""
     before = traffic.sent_bytes
     with torch.no_grad():
         model(ids, use_cache=False)
@@ -48,7 +48,7 @@ def test_logits_and_bytes_of_a_batch(packed: Any, model: Any, local: PreTrainedM
 
 
 def test_generation_is_the_same_each_time_and_by_whatever_way(llama: Path, swarm: LocalSwarm, packed: Any) -> None:
-    """Whoever relays what a server has rounded sends the same numbers; so it is the same with and without pushes."""
+    """Relaying rounded tensors keeps their numbers, so results are the same with and without pushes."""
     ids = prompt(1, 200)
     with torch.no_grad(), packed.inference_session(max_length=250) as session:
         pushed = session.step(packed.embed(ids))

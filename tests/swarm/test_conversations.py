@@ -41,13 +41,13 @@ def session(model: Any) -> Iterator[Any]:
     """A session of 200 tokens that notes how many it computed, as `computed`."""
     with model.inference_session(max_length=200) as session:
         session.computed = 0
-        run = session.run
+        run = session.run_step
 
         def counting(inputs: Any, part: Any = None) -> Any:
             session.computed += inputs.seq_len
             return run(inputs, part)
 
-        session.run = counting
+        session.run_step = counting
         yield session
 
 

@@ -88,7 +88,7 @@ def test_ctrl_c_ends_all(llama: Path, ready: bool) -> None:
         assert "Traceback" not in terminal.seen
 
 
-def test_none_outlives_whoever_started_it(llama: Path, tmp_path: Path) -> None:
+def test_no_server_outlives_the_process_that_started_it(llama: Path, tmp_path: Path) -> None:
     with Running("server", "--model", llama, "--num_blocks", 4, *FLAGS, *TWO, log=tmp_path / "log") as server:
         server.lines_until_join()
         processes = psutil.Process(server.process.pid).children(recursive=True)
@@ -109,7 +109,7 @@ def test_all_end_when_nobody_reads_any_more(llama: Path, tmp_path: Path) -> None
 
 
 def test_one_that_cannot_start_ends_all(llama: Path) -> None:
-    """What the process of the device says, and what it means."""
+    """The line of the device's process, and its meaning."""
     ended = command("server", "--model", llama, "--num_blocks", 4, *FLAGS, "--device", "cpu", "cuda:99")
     assert ended.returncode == 2
     assert "[cuda:99] swarmllm: device 'cuda:99' can't be used here" in ended.stderr
@@ -117,7 +117,7 @@ def test_one_that_cannot_start_ends_all(llama: Path) -> None:
     assert "Traceback" not in ended.stderr
 
 
-def test_what_cannot_be_divided_is_refused(llama: Path) -> None:
+def test_settings_that_cannot_be_divided_are_refused(llama: Path) -> None:
     ended = command("server", "--model", llama, "--num_blocks", 1, *FLAGS, *TWO)
     assert ended.returncode == 2
     assert sentence(ended.stderr) == "swarmllm: 1 blocks can't be split between 2 devices: name fewer"

@@ -1,4 +1,4 @@
-"""What nodes of the DHT send each other: records to who reads, and only nodes to who announces."""
+"""Traffic between nodes of the DHT: records to readers, and only nodes to servers that announce."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 new_peer = in_loop(made_peers, loop_scope="module")
 
 
-async def test_who_announces_is_sent_no_records(new_peer: NewPeer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_announces_is_sent_no_records(new_peer: NewPeer, monkeypatch: pytest.MonkeyPatch) -> None:
     answered = Storage.get
     with_records: list[bool] = []
 

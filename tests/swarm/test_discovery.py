@@ -77,7 +77,7 @@ async def test_a_swarm_that_begins_later_is_waited_for(
 ) -> None:
     monkeypatch.setattr(discovery, "LOOK_S", 0.05)
     finding = asyncio.create_task(find_swarm("ours", OURS, interfaces=LOOPBACK))
-    while "looking on" not in caplog.text:  # noqa: ASYNC110 - nothing tells
+    while "because one may be starting" not in caplog.text:  # noqa: ASYNC110 - nothing tells
         await asyncio.sleep(0.01)
     async with announcement() as first:
         first.start(LOOPBACK)

@@ -15,7 +15,7 @@ from swarmllm.config import ClientConfig
 
 FLAG = re.compile(r"(?<![\w-])--([a-z][a-z_]+)\b")
 OTHERS_FLAGS = {"build-arg", "gpus", "init"}
-"""Of Docker."""
+"""Flags of Docker."""
 
 
 def pages(repo_root: Path) -> dict[str, str]:

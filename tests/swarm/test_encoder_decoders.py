@@ -21,7 +21,7 @@ from swarmllm.network.p2p import verified_peers
 pytestmark = pytest.mark.rotates(3, whole_file=True)
 
 SPANS = [(0, 2), (2, 5), (5, 7)]
-"""Of 4 blocks of the encoder and 3 of the decoder."""
+"""Spans of 4 blocks of the encoder and 3 of the decoder."""
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +135,7 @@ def test_what_an_encoder_decoder_cant_do_is_refused(model: Any, directory: Path)
 
 
 def test_status_says_where_the_decoder_begins(model: Any) -> None:
-    snapshot = model.swarm.loop.run(_look(model))
+    snapshot = model.swarm.loop.run_coroutine(_look(model))
     assert snapshot.encoder_blocks == 4
     record = ModelRecord(name="tiny", fingerprint=model.swarm.fingerprint, num_blocks=7, encoder_blocks=4)
     text = ModelStatus(record, snapshot).as_text()

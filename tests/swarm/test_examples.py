@@ -77,7 +77,7 @@ def test_steering(repo_root: Path) -> None:
     assert len({text for _, _, text in lines}) == 9, "the direction makes a difference"
 
     def animals(name: str) -> int:
-        """Of the little world that the embedded model knows."""
+        """Words of the little world that the embedded model knows."""
         texts = " ".join(text for kind, _, text in lines if kind == name)
         return len(re.findall(r"\b(fox|owl|hen|cat|bear|frog|rabbit|horse|turtle|goose|squirrel|deer|wolf)s?\b", texts))
 

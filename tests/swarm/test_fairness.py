@@ -1,4 +1,4 @@
-"""Who comes first at a server that hasn't enough for all: those who serve as well, and those whom its owner names."""
+"""Order of clients at a server without room for all: clients that serve as well and those its owner names are first."""
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -35,7 +35,7 @@ def identity(tmp_path: Path) -> Path:
 
 
 def gets_a_place(model: Any, stack: ExitStack | None = None) -> bool:
-    """Whether a session can be opened; with a `stack` it stays open."""
+    """True if a session can be opened; with a `stack` it stays open."""
     with ExitStack() as attempt, torch.no_grad():
         session = attempt.enter_context(model.inference_session(max_length=32))
         try:
@@ -48,7 +48,7 @@ def gets_a_place(model: Any, stack: ExitStack | None = None) -> bool:
         return True
 
 
-def test_whoever_serves_gets_the_place_of_somebody_who_does_not_and_who_goes_on_elsewhere(
+def test_a_serving_peer_gets_the_place_of_one_that_goes_on_elsewhere(
     llama: Path, local: PreTrainedModel, identity: Path, tmp_path: Path
 ) -> None:
     Identity.load_or_create(tmp_path / "unused.key")
@@ -77,7 +77,7 @@ def test_whoever_serves_gets_the_place_of_somebody_who_does_not_and_who_goes_on_
         assert not gets_a_place(another), "nobody gives way to a stranger"
 
 
-def test_those_whom_the_owner_names_come_first(llama: Path, tmp_path: Path) -> None:
+def test_peers_that_the_owner_names_come_first(llama: Path, tmp_path: Path) -> None:
     named = Identity.load_or_create(tmp_path / "client.key").peer_id
     with (
         LocalSwarm(llama, spans=[EVERYTHING] * 2, max_sessions=1, priority_clients=named, **OPTIONS) as swarm,
@@ -124,7 +124,7 @@ def test_everybody_gets_the_same_tokens_and_gradients_as_alone(
 
 
 def gradient_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Of the loss, by the embeddings."""
+    """Gradients of the loss, by the embeddings."""
     embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
     model(inputs_embeds=embeds, labels=ids).loss.backward()
     assert embeds.grad is not None

@@ -1,4 +1,4 @@
-"""What is forked instead of started is a process like any other, and ends with whoever wanted it."""
+"""A forked process is a process like any other, and ends with the test that started it."""
 
 import os
 import signal
@@ -101,7 +101,7 @@ def test_signals(start: Start) -> None:
     ("variable", "kind"), [("SWARMLLM_LOG_LEVEL", forked.Forked), ("HF_ENDPOINT", subprocess.Popen)]
 )
 def test_the_environment(start: Start, monkeypatch: pytest.MonkeyPatch, variable: str, kind: type) -> None:
-    """What libraries read when they are imported needs imports of its own."""
+    """A program that changes what libraries read at import starts with imports of its own."""
     monkeypatch.setenv(variable, "other")
     monkeypatch.delenv("SWARMLLM_CACHE")
     process = start(f"import os; print(os.environ['{variable}'], os.environ.get('SWARMLLM_CACHE'))")

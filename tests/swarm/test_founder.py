@@ -34,7 +34,7 @@ def test_the_founder_dies(llama: Path, local: PreTrainedModel, tmp_path: Path, m
                 listed = command("status", *joins)
                 assert listed.stdout.count("online") == 2, listed
                 assert "none of the initial peers answers" in listed.stderr
-                assert "joined instead by" in listed.stderr
+                assert "joined through" in listed.stderr
                 ids = set(re.findall(r"12D3\w+", command("status", *joins, "--json").stdout))
                 with connected(llama, list(joins[1:])) as model:
                     assert_same_tokens(model, local, prompt(), max_new_tokens=4)

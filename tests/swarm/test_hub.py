@@ -1,4 +1,4 @@
-"""What a client has trained goes to the hub and back, and is found there by its tags; the hub is a stub."""
+"""Adapters that a client has trained go to the hub and back, and are found there by tags; the hub is a stub."""
 
 import json
 from collections.abc import Iterator

@@ -77,14 +77,14 @@ def trains(model: Any, local: Any) -> None:
 
 
 @pytest.mark.parametrize("use", [generates, trains])
-def test_they_come_back_for_whoever_asks(model: Any, local: Any, use: Callable[[Any, Any], None]) -> None:
+def test_sleeping_blocks_come_back_for_a_request(model: Any, local: Any, use: Callable[[Any, Any], None]) -> None:
     use(model, local)
     wait_until_asleep(model)
     use(model, local)
     assert all(count == 0 for name, count in model.swarm.counts.items() if name != "repairs"), model.swarm.counts
 
 
-def test_several_who_ask_at_once_wait_for_the_same(swarm: LocalSwarm, model: Any, local: Any) -> None:
+def test_several_requests_at_once_wait_for_the_same_load(swarm: LocalSwarm, model: Any, local: Any) -> None:
     wait_until_asleep(model)
     prompts = [ids_of(seed, 5 + seed) for seed in range(6)]
     with ThreadPoolExecutor() as at_once:

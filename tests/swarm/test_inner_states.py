@@ -50,7 +50,7 @@ def assert_same(found: Any, expected: Any) -> None:
 
 
 def assert_close(found: Any, expected: Any) -> None:
-    """Where steps are cut otherwise than in the local model, which rounds differently for other shapes as well."""
+    """For steps that are cut differently than in the local model, and so round differently."""
     assert [one.shape for one in flat(found)] == [one.shape for one in flat(expected)]
     for one, other in zip(flat(found), flat(expected), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

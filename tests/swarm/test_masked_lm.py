@@ -14,6 +14,8 @@ from transformers import PreTrainedTokenizerFast, pipeline
 from swarmllm import AutoDistributedModelForMaskedLM, LocalSwarm
 from swarmllm.models.architecture import Task
 
+pytestmark = pytest.mark.rotates(3, whole_file=True)
+
 WORDS = [*"abcdefghijkl", "the", "cat", "ran", "over", "mat", "tree", "big", "sat", "on", "then"]
 SPECIAL = {
     "pad_token": "[PAD]",
@@ -56,7 +58,7 @@ def test_the_pipeline(options: dict[str, Any], both: tuple[Any, Any]) -> None:
 
 
 def test_training(both: tuple[Any, Any]) -> None:
-    """Of embeddings, to which the head is tied, and of the head."""
+    """Gradients of embeddings, to which the head is tied, and of the head."""
     tokenizer = tokenizer_of()
     batch = tokenizer(TEXTS, padding=True, return_tensors="pt")
     labels = torch.full_like(batch.input_ids, -100)

@@ -16,6 +16,8 @@ from swarmllm import LocalSwarm
 from swarmllm.errors import ConfigurationError, SwarmError
 from swarmllm.server.__main__ import parse_config
 
+pytestmark = pytest.mark.rotates(3, whole_file=True)
+
 HALF = NUM_BLOCKS // 2
 ASKED = ["--model", "M", "--new_swarm"]
 
@@ -100,7 +102,7 @@ def test_what_cannot_be_read_any_more_is_asked_of_others(llama: Path, local: Pre
 
 
 def test_as_many_as_do_not_fit(llama: Path, local: PreTrainedModel) -> None:
-    """Of a server that is told what it may use: the blocks are served, and no more memory is promised than there is."""
+    """A server that is told its memory serves the blocks, and promises no more memory than there is."""
     config, num_tokens = local.config, 512
     block = 4 * sum(parameter.numel() for parameter in local.model.layers[0].parameters())
     cache = num_tokens * NUM_BLOCKS * 2 * config.num_key_value_heads * config.head_dim * 4

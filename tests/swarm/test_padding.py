@@ -16,6 +16,8 @@ from swarmllm.client.distributed_model import AutoDistributedModelForFeatureExtr
 from swarmllm.data_structures import BlockTraits
 from swarmllm.network.wire.stream import traffic
 
+pytestmark = pytest.mark.rotates(3, whole_file=True)
+
 LENGTHS = (7, 40, 3, 12, 25, 9, 1, 18)
 WIDTH = 40
 
@@ -26,7 +28,7 @@ def mask_of(side: str) -> Tensor:
 
 
 def labels_of(ids: Tensor, mask: Tensor) -> Tensor:
-    """Those of the texts, but for each first token, which a padded batch predicts from padding."""
+    """Labels of the texts, except each first token, which a padded batch predicts from padding."""
     return ids.where((mask != 0) & (mask.roll(1, 1) != 0), -100)
 
 
@@ -138,7 +140,9 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if "compute_padding=True" in record.getMessage()]
 
 
-def test_who_looks_at_padding_has_it_computed(llama: Path, swarm: LocalSwarm, caplog: pytest.LogCaptureFixture) -> None:
+def test_padding_is_computed_for_losses_that_look_at_it(
+    llama: Path, swarm: LocalSwarm, caplog: pytest.LogCaptureFixture
+) -> None:
     local = AutoModel.from_pretrained(llama, dtype="auto")
     config = ClientConfig(compute_padding=True)
     with AutoDistributedModelForFeatureExtraction.from_pretrained(
@@ -150,7 +154,7 @@ def test_who_looks_at_padding_has_it_computed(llama: Path, swarm: LocalSwarm, ca
     assert not told(caplog)
 
 
-def test_who_may_look_at_padding_is_told_once(
+def test_a_loss_that_may_look_at_padding_is_told_once(
     llama: Path, swarm: LocalSwarm, local: PreTrainedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     ids, mask = prompt(len(LENGTHS), WIDTH), mask_of("right")
@@ -181,8 +185,7 @@ def two_routes(llama: Path) -> Iterator[LocalSwarm]:
         yield swarm
 
 
-@pytest.mark.rotates(3)
-def test_over_two_routes_of_which_one_dies_before_the_backward(
+def test_one_of_two_routes_dies_before_the_backward(
     llama: Path, two_routes: LocalSwarm, model: Any, local: PreTrainedModel
 ) -> None:
     ids, mask = prompt(len(LENGTHS), WIDTH), mask_of("right")

@@ -22,6 +22,8 @@ from swarmllm.network.p2p.block_directory import BlockDirectory
 from swarmllm.network.p2p.peer import Peer
 from swarmllm.network.wire.protocol import MessageType
 
+pytestmark = pytest.mark.rotates(3, whole_file=True)
+
 
 def test_no_daemon_survives_its_killed_process() -> None:
     code = (
@@ -100,21 +102,21 @@ def ignore(*_: object) -> None:
         (signal.SIGINT, signal.SIG_IGN),
     ],
 )
-def test_whoever_handles_signals_a_daemon_ends_and_its_end_is_noticed(signum: int, handler: Any) -> None:
+def test_a_daemon_ends_and_is_noticed_with_any_signal_handler(signum: int, handler: Any) -> None:
     """uvloop learns of a child's end by SIGCHLD, until somebody else handles that: torch's DataLoader does."""
     loop = EventLoop()
-    killed, closed = (loop.run(Peer.create()) for _ in range(2))
+    killed, closed = (loop.run_coroutine(Peer.create()) for _ in range(2))
     before = signal.signal(signum, handler)
     try:
-        started_later = loop.run(Peer.create())
+        started_later = loop.run_coroutine(Peer.create())
         os.kill(os.getpid(), signum)
         daemons = [psutil.Process(peer.daemon_pid) for peer in (closed, started_later)]
         os.kill(killed.daemon_pid, signal.SIGKILL)
-        loop.run(asyncio.wait_for(killed.daemon_exited(), 120))
+        loop.run_coroutine(asyncio.wait_for(killed.daemon_exited(), 120))
         with pytest.raises(PeerUnreachableError, match="has exited"):
-            loop.run(killed.open_stream(closed.peer_id))
+            loop.run_coroutine(killed.open_stream(closed.peer_id))
         for peer in (closed, started_later, killed):
-            loop.run(asyncio.wait_for(peer.close(), 120))
+            loop.run_coroutine(asyncio.wait_for(peer.close(), 120))
         assert not any(daemon.is_running() for daemon in daemons)
     finally:
         signal.signal(signum, before)

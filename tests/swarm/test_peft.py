@@ -153,7 +153,7 @@ def test_a_prefix_travels_once_and_its_adapter_works_locally(llama: Path, swarm:
 @pytest.mark.parametrize("method", ["LoRA", "prefix tuning"])
 @pytest.mark.rotates(3)
 def test_a_text_goes_on_with_what_it_began_with(method: str, llama: Path, swarm: LocalSwarm) -> None:
-    """Whatever else the model does between two of its steps."""
+    """Other calls of the model between two steps change nothing."""
     ids = torch.randint(3, 64, (1, 6), generator=torch.Generator().manual_seed(3))
     texts = []
     with connected(llama, swarm.initial_peers) as remote:
@@ -236,7 +236,7 @@ def test_two_clients_train_different_adapters_at_once_while_a_third_generates(ll
 REFUSED: dict[str, tuple[peft.PeftConfig, str]] = {
     "PiSSA": (peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="pissa"), "PiSSA"),
     "HRA": (peft.HRAConfig(target_modules=["q_proj"]), "can't run on servers"),
-    "dropout of LoHa": (peft.LoHaConfig(r=2, target_modules=["q_proj"], rank_dropout=0.1), "set them to 0"),
+    "dropout of LoHa": (peft.LoHaConfig(r=2, target_modules=["q_proj"], rank_dropout=0.1), "set it to 0"),
 }
 
 

@@ -21,7 +21,7 @@ SPANS = [(0, 3), (3, NUM_BLOCKS)]
 
 
 def counter(server: LocalServer, name: str) -> float:
-    """What the server tells Prometheus."""
+    """A counter of the server, as Prometheus reads it."""
     address = re.search(r"metrics are at (http://\S+)", server.log_path.read_text())
     assert address is not None
     with urlopen(address[1], timeout=120) as answer:

@@ -13,7 +13,7 @@ sys.path.append(str(Path(__file__).parents[1] / "numerics"))
 from published_checkpoints import ALL_KINDS, NUM_BLOCKS, save_published
 
 
-@pytest.mark.rotates(8)
+@pytest.mark.rotates(24)
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_tokens_and_gradients(kind: str, tmp_path: Path) -> None:
     published, plain = save_published(kind, tmp_path)

@@ -102,7 +102,7 @@ def test_every_boundary_goes_from_server_to_server(model: Any) -> None:
     assert num_pushed(model) - before == 4
 
 
-def test_compressed_once_by_whoever_computed(llama: Path, swarm: LocalSwarm) -> None:
+def test_outputs_are_compressed_once_by_the_server_that_computed_them(llama: Path, swarm: LocalSwarm) -> None:
     found = []
     for push in (True, False):
         with connected(llama, swarm.initial_peers, compression="int8", push=push) as model:
@@ -177,7 +177,7 @@ def test_a_push_that_never_comes(
             yield part, replace(said, source=source if said.target is None else said.source)
 
     async def not_for_long(self: PushedBatches, link: Any, behind: Any) -> Any:
-        """What never comes is waited for a moment, and on busy machines everything else as long as it takes."""
+        """A push that never comes is waited for briefly; everything else as long as it takes on a busy machine."""
         config, source = self._view.config, link.neighbours.source
         if source is not None and source.token == WRONG_SECRET:
             self._view.config = replace(config, step_timeout_s=0.5)

@@ -1,4 +1,4 @@
-"""What people try with a model of transformers: each is what it is there, or refused in one sentence."""
+"""Calls that people try with a model of transformers: each works as there, or is refused in one sentence."""
 
 import copy
 import pickle
@@ -12,6 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from swarmllm import AutoDistributedModel, LocalSwarm, embedded_model_path
 from swarmllm.errors import ConfigurationError
+
+pytestmark = pytest.mark.rotates(3, whole_file=True)
 
 PATH = embedded_model_path()
 SPANS = [(0, 4), (4, 8)]

@@ -29,6 +29,8 @@ from swarmllm.client.speculative_generation import Speculator
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.speculation.planner import PLAIN, Plan, Planner
 
+pytestmark = pytest.mark.rotates(3, whole_file=True)
+
 DELAY_MS = 15.0
 """One way; a round trip is more than the 20 ms from which on `auto` guesses."""
 NUM_TOKENS = 10

@@ -1,4 +1,4 @@
-"""Whether others can dial a peer, and what it does if not: real peers on 127.0.0.1, where libp2p itself can't tell."""
+"""Reachability of a peer, and what it does without: real peers on 127.0.0.1, where libp2p itself can't tell."""
 
 import asyncio
 import os
@@ -17,7 +17,7 @@ from swarmllm.network.p2p.reachability import RelayPeer
 from swarmllm.network.relay.messages import AUTONAT, encode, framed, read_message
 from swarmllm.network.relay.service import Caller, RelayRules
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.rotates(3, whole_file=True)]
 _no_task_left_behind = in_loop(no_task_left_behind, loop_scope="module")
 new_peer = in_loop(made_peers, loop_scope="module")
 
@@ -64,7 +64,7 @@ def among_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
         ((), False),
     ],
 )
-async def test_who_is_hidden(new_peer: NewPeer, verdicts: tuple[int | None, ...], is_hidden: bool) -> None:
+async def test_which_peers_are_hidden(new_peer: NewPeer, verdicts: tuple[int | None, ...], is_hidden: bool) -> None:
     known: list[Peer] = []
     for verdict in verdicts:
         known.append(await new_peer(*known, relay=RelayRules()))

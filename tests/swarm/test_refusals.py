@@ -1,4 +1,4 @@
-"""What a call is refused leaves nothing behind: the same call is refused again, and a good one works as before."""
+"""A refused call leaves nothing behind: the same call is refused again, and a good one works as before."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -15,6 +15,8 @@ from transformers.utils import output_capturing
 
 from swarmllm import LocalSwarm
 from swarmllm.errors import SwarmError
+
+pytestmark = pytest.mark.rotates(3)
 
 IDS, TWO = prompt(), prompt(2)
 Call = Callable[[Any], object]
@@ -143,14 +145,14 @@ REFUSED: dict[str, Call] = {
 
 
 def hooks_of(part: nn.Module) -> Iterator[Any]:
-    """Those that transformers hasn't put there for itself."""
+    """Hooks that transformers hasn't put there for itself."""
     for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values()):
         if getattr(hook, "__module__", "") != output_capturing.__name__:
             yield hook
 
 
 def state(model: Any) -> list[Any]:
-    """What a call may change for a moment."""
+    """State of the model that a call may change for a moment."""
     parts = dict(model.named_modules())
     return [
         copy.deepcopy(model.config.to_dict()),

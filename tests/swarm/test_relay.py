@@ -23,7 +23,7 @@ from swarmllm.network.relay.messages import Status, number, reserve
 from swarmllm.network.relay.service import RelayRules
 from swarmllm.network.wire.protocol import MessageType
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.rotates(3, whole_file=True)]
 _no_task_left_behind = in_loop(no_task_left_behind, loop_scope="module")
 new_peer = in_loop(made_peers, loop_scope="module")
 
@@ -110,7 +110,7 @@ async def test_bootstrap_peers_relay_unless_they_decline(
             HopStream.close_all()
 
 
-async def test_a_relay_that_dies_or_whose_guest_dies(new_peer: NewPeer) -> None:
+async def test_a_relay_dies_or_its_guest_dies(new_peer: NewPeer) -> None:
     relays = [await new_peer(relay=RelayRules()) for _ in range(2)]
     hidden = await new_hidden(new_peer, *relays)
     client = await new_peer(*relays, client_mode=True)

@@ -62,13 +62,12 @@ def test_the_nearest_servers_are_taken_and_better_ones_moved_to(
             feed = client.head(hidden)[:, -1].argmax(-1, keepdim=True)
             generated = torch.cat([generated, feed], dim=1)
 
-        def moved_to(peer_id: str) -> bool:
+        def moved_to(*peer_ids: str) -> bool:
             step()
-            return names(session.route) == [peer_id]
+            return names(session.route) == [*peer_ids]
 
-        step()
-        step()
-        assert names(session.route) == [first_half.peer_id, second_half.peer_id]
+        # On a busy machine a ping may take long just when the session opens; then it moves.
+        wait_until(lambda: moved_to(first_half.peer_id, second_half.peer_id), "a session on the nearest servers")
 
         near = far_swarm.add_server((0, NUM_BLOCKS), **proxies.in_front_of_new_server(NEAR_MS))
         try:
@@ -89,7 +88,7 @@ def test_a_batch_is_split_over_routes_and_fits_into_small_servers(llama: Path, l
         with connected(llama, swarm.initial_peers) as model:
             ids = prompt(batch=8, length=8)
             embedded = model.embed(ids).detach().requires_grad_()
-            routes = model.swarm.loop.run(model.swarm.routes.parallel(model.remote_blocks.span, 64, 4))
+            routes = model.swarm.loop.run_coroutine(model.swarm.routes.parallel(model.remote_blocks.span, 64, 4))
             assert [share for _, share in routes] == pytest.approx([0.5, 0.5])
 
             output = model.remote_blocks(embedded)
@@ -116,7 +115,7 @@ def test_routes_of_a_batch_share_a_fast_server(llama: Path, local: PreTrainedMod
     with LocalSwarm(llama, spans=[(0, half)], **OPTIONS, throughput=300) as swarm:
         slow = [swarm.add_server((half, NUM_BLOCKS), throughput=100) for _ in range(3)]
         with connected(llama, swarm.initial_peers, push=push) as model:
-            routes = model.swarm.loop.run(model.swarm.routes.parallel(model.remote_blocks.span, 64, 4))
+            routes = model.swarm.loop.run_coroutine(model.swarm.routes.parallel(model.remote_blocks.span, 64, 4))
             assert [share for _, share in routes] == pytest.approx([1 / 3] * 3)
             assert {route[-1].server.peer_id for route, _ in routes} == {server.peer_id for server in slow}
             for batch, killed in ((7, False), (7, True), (2, False)):

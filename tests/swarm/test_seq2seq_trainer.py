@@ -46,7 +46,7 @@ def examples() -> list[dict[str, Any]]:
 
 
 class Tokenizer:
-    """What the collator and the trainer ask of one."""
+    """The tokenizer methods that the collator and the trainer call."""
 
     pad_token_id, padding_side = PAD, "right"
 
@@ -102,7 +102,7 @@ def assert_alike(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 def local_model(name: str) -> PreTrainedModel:
-    """What belongs to servers is frozen."""
+    """Parameters that belong to servers are frozen."""
     local = tiny_model(name)
     for stack in (local.get_encoder(), local.get_decoder()):
         for blocks in (part for part in stack.children() if isinstance(part, torch.nn.ModuleList)):

@@ -71,12 +71,12 @@ def test_a_client_copies_a_token_once(model: Any) -> None:
         session.step(model.embed(prompt()))
         hidden = model.embed(prompt()[:, :1])
         session.step(hidden)
-        loop.run(enter())
+        loop.run_coroutine(enter())
         try:
             with here:
                 session.step(hidden)
         finally:
-            loop.run(leave())
+            loop.run_coroutine(leave())
     assert (here.found, there.found) == ([], ["aten.clone.default"])
 
 
@@ -85,7 +85,7 @@ def test_what_the_program_has_seeded_stays_its_own(model: Any) -> None:
     python, pytorch = random.getstate(), torch.get_rng_state()
     with torch.no_grad(), model.inference_session(max_length=64) as session:
         session.step(model.embed(prompt()))
-        model.swarm.loop.run(model.swarm.distances.ping_some())
+        model.swarm.loop.run_coroutine(model.swarm.distances.ping_some())
     assert random.getstate() == python
     assert torch.equal(torch.get_rng_state(), pytorch)
 
@@ -133,13 +133,13 @@ def test_a_chat_continues_on_its_session(model: Any, local: PreTrainedModel) -> 
 def test_only_what_is_new_is_computed(model: Any) -> None:
     fed: list[int] = []
     with model.inference_session(max_length=200) as session:
-        run = session.run
+        run = session.run_step
 
         def counting(inputs: Any, part: Any = None) -> Any:
             fed.append(inputs.seq_len)
             return run(inputs, part)
 
-        session.run = counting
+        session.run_step = counting
         first = generate_seeded(model, prompt(), max_new_tokens=5)
         generate_seeded(model, torch.cat([first, prompt(1, 4)], dim=1), max_new_tokens=2)
 

@@ -1,4 +1,4 @@
-"""What a client has trained, saved and loaded elsewhere: its own parts by swarmllm, adapters by peft."""
+"""A trained model is saved and loaded elsewhere: its own parameters by swarmllm, adapters by peft."""
 
 from pathlib import Path
 from typing import Any

@@ -26,6 +26,8 @@ from swarmllm.speculation.drafters import MTP_KIND
 from swarmllm.speculation.planner import PLAIN, Plan, Planner
 from swarmllm.speculation.sampling_loop import Speculation
 
+pytestmark = pytest.mark.rotates(3, whole_file=True)
+
 NUM_TOKENS = 24
 
 

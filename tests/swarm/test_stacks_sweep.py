@@ -21,10 +21,10 @@ from swarmllm import AutoDistributedModelForSeq2SeqLM, ClientConfig, LocalSwarm
 from swarmllm.errors import CacheFullError, SwarmError, UnsupportedModelError
 
 SPANS = [(0, 2), (2, 5), (5, 7)]
-"""Of 4 blocks of the encoder and 3 of the decoder."""
+"""Spans of 4 blocks of the encoder and 3 of the decoder."""
 
 
-@pytest.mark.parametrize("name", sampled(ENCODER_DECODERS, 10))
+@pytest.mark.parametrize("name", sampled(ENCODER_DECODERS, 30))
 def test_through_server_processes(name: str, tmp_path: Path) -> None:
     """Forward, greedy, sampling, beams and gradients; then several texts at once."""
     local = tiny_model(name)
@@ -54,6 +54,7 @@ def _check_texts_at_once(local: Any, model: Any) -> None:
     assert list(found) == wanted
 
 
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize("name", REFUSED_ENCODER_DECODERS)
 def test_servers_and_clients_refuse_with_the_reason(name: str, tmp_path: Path) -> None:
     """Before anything is computed."""

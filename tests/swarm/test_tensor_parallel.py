@@ -56,7 +56,7 @@ def server(llama: Path, shelf: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.mark.slow
 def test_same_tokens_and_gradients(llama: Path, local: PreTrainedModel, shelf: Path, server: Any) -> None:
-    """Of several rows, with beams, with padding, with an adapter of the server's and with one of the client's."""
+    """Several rows, beams, padding, an adapter of the server and one of the client."""
     with connected(llama, server[1]) as model:
         assert_same_tokens(model, local, prompt(3), max_new_tokens=10)
         assert_same_tokens(model, local, prompt(), max_new_tokens=10, num_beams=3)

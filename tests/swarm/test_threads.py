@@ -19,6 +19,8 @@ from transformers import PreTrainedModel
 from swarmllm import LocalSwarm
 from swarmllm.errors import ConfigurationError, SessionClosedError, SwarmError
 
+pytestmark = pytest.mark.rotates(3, whole_file=True)
+
 NEW_TOKENS = 6
 
 
@@ -201,6 +203,6 @@ def test_what_was_embedded_outside_of_the_session_is_refused_where_its_position_
 
 
 def in_a_thread(call: Callable[[], Tensor]) -> Tensor:
-    """What it returns in a thread that knows nothing of this one's sessions."""
+    """The result in a thread that knows nothing of this one's sessions."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(call).result()

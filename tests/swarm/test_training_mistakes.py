@@ -1,4 +1,4 @@
-"""What goes wrong in training is one sentence, and the next step works as if nothing had been."""
+"""A mistake in training is one sentence, and the next step works as if nothing had been."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -14,6 +14,8 @@ from transformers import DynamicCache
 
 from swarmllm import AutoDistributedModel, LocalSwarm
 from swarmllm.errors import ConfigurationError, SwarmError
+
+pytestmark = pytest.mark.rotates(3, whole_file=True)
 
 LORA = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"])
 

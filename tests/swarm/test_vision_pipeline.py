@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from PIL import Image
 from swarm_models import OPTIONS
@@ -9,6 +10,8 @@ from transformers import AutoProcessor, pipeline
 from vision_model import picture, save_vision_model
 
 from swarmllm import AutoDistributedModelForImageTextToText, LocalSwarm
+
+pytestmark = pytest.mark.rotates(3, whole_file=True)
 
 
 def test_image_text_to_text(tmp_path: Path) -> None:

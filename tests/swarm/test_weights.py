@@ -39,7 +39,7 @@ def copied(source: Path, target: Path, change: Callable[[str, Tensor], None]) ->
 
 
 def merged(name: str, tensor: Tensor) -> None:
-    """What merging an adapter of rank 1 does to the blocks."""
+    """The change of the blocks by a merged adapter of rank 1."""
     if "_proj" in name:
         generator = torch.Generator().manual_seed(len(name))
         rows, columns = (torch.randn(size, generator=generator) for size in tensor.shape)

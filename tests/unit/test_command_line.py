@@ -446,7 +446,7 @@ PROGRAM = "import socket, sys; from swarmllm.command_line import run_program; sy
 
 
 def run_in_shell(program: str, redirection: str) -> subprocess.CompletedProcess[str]:
-    """What a program of run_program does with other standard streams than a terminal's."""
+    """The output of run_program with other standard streams than a terminal's."""
     return subprocess.run(
         ["sh", "-c", f'exec "$0" -c "$1" {redirection}', sys.executable, PROGRAM.format(program)],
         stderr=subprocess.PIPE,

@@ -71,5 +71,5 @@ def test_it_lists_all_metrics() -> None:
     for room in ("gateway", "server"):
         text = (ROOT / "src" / "swarmllm" / room / "metrics.py").read_text()
         names |= set(re.findall(r'"(swarmllm_\w+)"', text))
-        names |= {f"swarmllm_server_{name}" for name in re.findall(r'yield "(\w+)", "', text)}
+        names |= {f"swarmllm_server_{name}" for name in re.findall(r'yield \(?\s*"(\w+)",\s*"', text)}
     assert set(re.findall(r"^\| `(\w+)` \|", DEPLOYMENT, re.MULTILINE)) == names

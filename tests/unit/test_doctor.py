@@ -1,4 +1,4 @@
-"""What `swarmllm doctor` finds, on a machine that is well and on one that isn't, and which mend it names."""
+"""Findings of `swarmllm doctor` on a machine that is well and on one that isn't, and the mends that it names."""
 
 import asyncio
 import fcntl
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.gateway.vision_model import save_vision_model
-from tests.numerics.tiny_hearing_models import save_tiny_model, tiny_config
+from tests.numerics.tiny_speech_models import save_tiny_model, tiny_config
 
 from swarmllm import embedded_model_path
 from swarmllm.commands import doctor_checks as checks
@@ -176,7 +176,7 @@ def test_a_model_that_is_not_served_is_named(tmp_path: Path) -> None:
 
 
 def test_which_bits_fit() -> None:
-    """Of 80 blocks, as of a 70B model on three cards of 24 GB; then uneven machines, one, and none."""
+    """80 blocks, as of a 70B model, on three cards of 24 GB; then uneven machines, one, and none."""
     needs = {"none": 2.15, "int8": 1.14, "int6": 0.91, "int5": 0.79, "int4": 0.65}
     *short, answer = checks.bits_that_fit(needs, 80, ["24", "24", "24"])
     assert [finding.text for finding in short] == [

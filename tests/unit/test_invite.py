@@ -154,7 +154,7 @@ def test_the_name_of_a_private_swarm_comes_from_the_invite() -> None:
         parse_dht(["--private"])
 
 
-def test_a_bootstrap_peer_knows_whom_its_invite_names() -> None:
+def test_a_bootstrap_peer_knows_the_peers_of_its_invite() -> None:
     config, invite = parse_dht(["--initial_peers", str(PRIVATE)])
     assert invite is None
     assert relay_rules(config) == RelayRules(servers=("s1", "s2"), clients=("c1",))

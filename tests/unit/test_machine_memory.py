@@ -1,4 +1,4 @@
-"""What a process may use of the machine's memory, by the cgroups that it is in: trees as they are found on machines."""
+"""Memory that a process may use, by the cgroups that it is in: trees as they are found on machines."""
 
 from pathlib import Path
 

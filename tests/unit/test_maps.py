@@ -38,7 +38,7 @@ def test_files_that_a_document_names_are_there(name: str) -> None:
 
 
 def test_the_way_of_a_token_is_told_in_a_page_and_few_words() -> None:
-    """What its picture shows, `tests/faults/test_way_of_a_token.py` compares with a token."""
+    """`tests/faults/test_way_of_a_token.py` compares the files of its picture with a token's."""
     text = (SOURCE.parents[1] / "docs" / "architecture.md").read_text()
     words = re.findall(r"^\| \*(\w+)\*", text, re.MULTILINE)
     used = Counter(word for path in SOURCE.rglob("*.py") for word in re.findall("[a-z]+", path.read_text()))
@@ -47,7 +47,7 @@ def test_the_way_of_a_token_is_told_in_a_page_and_few_words() -> None:
     assert not {word for word in words if used[word] < 5}
 
 
-def test_whoever_wants_to_add_something_is_told_where() -> None:
+def test_contributing_says_where_to_add_things() -> None:
     text = (SOURCE.parents[1] / "CONTRIBUTING.md").read_text()
     places = dict(re.findall(r"^\| (an? [^|`]+) \| (.*)$", text, re.MULTILINE))
     for what in (

@@ -1,4 +1,4 @@
-"""What a terminal says while something takes long."""
+"""Lines of a terminal while something takes long."""
 
 import sys
 from queue import SimpleQueue

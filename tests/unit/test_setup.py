@@ -1,4 +1,4 @@
-"""What the package promises about itself: cost of the import, public names, dependency ranges, commands, image."""
+"""Promises of the package about itself: cost of the import, public names, dependency ranges, commands, image."""
 
 import ast
 import importlib.metadata
@@ -277,7 +277,7 @@ def test_too_old_a_python_is_told_in_one_sentence(repo_root: Path) -> None:
 
 
 def test_clean_removes_all_that_git_ignores(repo_root: Path, tmp_path: Path) -> None:
-    """That is, what `make` and the tests have made; what is in the checkout stays."""
+    """It removes the files that `make` and the tests have made; files of the checkout stay."""
     (tmp_path / "Makefile").write_text((repo_root / "Makefile").read_text())
     kept, made = tmp_path / "src/swarmllm/kernels.c", []
     for pattern in (repo_root / ".gitignore").read_text().splitlines():

@@ -37,7 +37,7 @@ def server(name: str, start: int, end: int, state: int = ServerState.ONLINE, **v
 
 
 class Directory:
-    """What a BlockDirectory says about `models`: servers by record."""
+    """Answers of a BlockDirectory about `models`: servers by record."""
 
     def __init__(self, models: dict[ModelRecord, list[ServerInfo]]) -> None:
         self._models = models
@@ -66,7 +66,7 @@ def test_servers_of_one_machine_are_named_together() -> None:
     assert describe_machines(SwarmSnapshot(8, (server("d", 0, 8),))) == []
 
 
-def test_a_column_of_which_some_is_held() -> None:
+def test_a_column_that_is_held_in_part() -> None:
     assert draw_blocks(range(3), 128)[:3] == "█▒·"
 
 
@@ -204,7 +204,7 @@ async def test_all_models_or_one() -> None:
         await look_up(directory, "another")
 
 
-async def test_who_answers_late_is_not_called_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_answers_late_is_not_called_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status_command, "SECOND_LOOK_S", 0)
 
     class Late(Directory):
@@ -223,7 +223,7 @@ async def test_who_answers_late_is_not_called_missing(monkeypatch: pytest.Monkey
 
 async def test_a_swarm_without_models() -> None:
     assert await look_up(Directory({})) == []
-    with pytest.raises(MissingBlocksError, match="no model at all"):
+    with pytest.raises(MissingBlocksError, match="it serves no model"):
         await look_up(Directory({}), "some/model")
 
 

@@ -1,4 +1,4 @@
-"""What is installed and what is shipped is what was looked at: hashes of packages and of vendored files, the audit."""
+"""Hashes of packages and vendored files, and the audit: only what was looked at is installed and shipped."""
 
 import hashlib
 import json

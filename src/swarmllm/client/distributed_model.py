@@ -6,11 +6,11 @@
 It is an instance of the architecture's class and of `DistributedModel`, or, to generate,
 `DistributedModelForCausalLM`. `open_in_swarm` joins the swarm and loads the checkpoint without its blocks.
 
-Models that see have their towers here, and pictures are part of single texts (`models/shell/stack_forward`). Models
-with an encoder and a decoder have both stacks on servers: the encoder's blocks run as batches, the decoder's in
-sessions, which are given the encoder's outputs once.
+Vision models have their towers here (`models/shell/stack_forward`). Models with an encoder and a decoder have both
+stacks on servers: the encoder's blocks run without sessions, the decoder's in sessions, which are given the encoder
+outputs once.
 
-`without_refused` says which options of `from_pretrained` can't work here.
+`without_refused` knows the options of `from_pretrained` that can't work here.
 """
 
 import difflib
@@ -20,20 +20,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from types import MethodType
-from typing import Any, Never, Self, SupportsIndex
+from typing import TYPE_CHECKING, Any, Never, Self, SupportsIndex
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
+from swarmllm.client import generation, saving
 from swarmllm.client.batches.batch_runner import BatchRunner
-from swarmllm.client.generation import ManyPrompts, MoreDecoding, Submitted
+from swarmllm.client.generation import Submitted
 from swarmllm.client.local_blocks import LocalBlocks, wanted_spans
-from swarmllm.client.local_fallback import FallbackGeneration, open_fallback
+from swarmllm.client.local_fallback import LocalFallback, open_fallback
 from swarmllm.client.remote_blocks import RemoteBlocks
-from swarmllm.client.saving import SavedParts, describe_origin
 from swarmllm.client.session.inference_session import InferenceSession, entered_session, note_position
-from swarmllm.client.speculative_generation import SpeculativeGeneration, Speculator, require_no_drafts
+from swarmllm.client.speculative_generation import Speculator, require_no_drafts
 from swarmllm.client.view.event_loop import EventLoop
 from swarmllm.client.view.swarm_view import SwarmView
 from swarmllm.config import ClientConfig, default_cache_dir, hub_token, own_cache_dir
@@ -47,15 +47,10 @@ from swarmllm.models.shell.client_shell import embed, head
 from swarmllm.models.shell.hollow_modules import rows_of_one_call
 from swarmllm.models.shell.loading import load_client_shell
 from swarmllm.models.shell.remote_cache import RemoteCache
-from swarmllm.models.shell.stack_forward import SplitForward, forget_offsets
+from swarmllm.models.shell.stack_forward import SplitForward
 from swarmllm.models.shell.tuned_prompts import TunedPrompts
 from swarmllm.models.span.probe_results import PROBES
 from swarmllm.models.span.small_copy import traits_of
-
-_TEXT = frozenset(
-    ("input_ids", "attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids", "inputs_embeds")
-)
-
 
 _BY_SERVERS = "servers quantize the blocks (--quant_type)"
 
@@ -63,7 +58,7 @@ _BY_SERVERS = "servers quantize the blocks (--quant_type)"
 _BY_CHECKPOINT = "config and weights are those of the checkpoint, as the servers have them"
 
 
-_SMALL = "only embeddings, final norm and head are here, and what blocks may take is said to servers (--max_memory)"
+_SMALL = "only embeddings, final norm and head are here; the memory for blocks is a setting of servers (--max_memory)"
 
 
 _REFUSED = {
@@ -77,19 +72,19 @@ _REFUSED = {
     "variant": "the checkpoint's usual files are used, as servers do",
     "output_loading_info": "only the model is returned",
 }
-"""Arguments of transformers that can't work without the blocks, and why."""
+"""Arguments of transformers that can't work without the blocks, and the reason."""
 
 
 MISTYPED = 0.85
-"""Names that are as like as this are meant to be the same. Assumed: transformers has none that is so like ours."""
+"""An unknown argument this similar to one of ours is a typing mistake. Assumed: transformers has no such name."""
 
 
 _PLACED = ("auto", "balanced", "balanced_low_0", "sequential")
-"""Ways of accelerate to spread a model; what is here is small, so all of them put it on the first device."""
+"""accelerate's ways to spread a model. The client's part is small, so all of them put it on the first device."""
 
 
 class UnlessOwn:
-    """A method of ours that steps back where the architecture has a module of that name."""
+    """A method that gives way to a module of the same name, where the architecture has one."""
 
     def __init__(self, method: Callable[..., Any]) -> None:
         self._method = method
@@ -102,22 +97,50 @@ class UnlessOwn:
         return MethodType(self._method, model) if own is None else own
 
 
-class DistributedModel(SavedParts):
-    """Mixed into the architecture's own class; holds embeddings, final norm and head, and a swarm for the rest."""
+class DistributedModel(PreTrainedModel if TYPE_CHECKING else object):  # type: ignore[misc]
+    """Mixed into the architecture's own class; holds embeddings, final norm and head, and a swarm for the rest.
 
-    remote_blocks: RemoteBlocks
-    """All blocks, as a differentiable module; slices of it are modules too."""
+    `enter_swarm` sets all its attributes. What it can do besides are functions in files of their own, such as `saving`.
+    """
+
     swarm: SwarmView
     """`.servers()`, `.route()`."""
+    remote_blocks: RemoteBlocks
+    """All blocks, as a differentiable module; slices of it are modules too. Of an encoder-decoder, the decoder's."""
+    remote_encoder_blocks: RemoteBlocks | None
+    """The blocks of the encoder, if there is one."""
     tuned_prompts: TunedPrompts | None
     """The vectors that `tuning_mode` trains."""
+    swarm_origin: Sequence[str] = ()
+    """Tags for model cards, which name the base model."""
+    swarm_embeds_positions: bool | None = None
+    """True if the first block's inputs depend on positions; None: not known yet."""
     _finalizer: Any
     """A weakref.finalize; not annotated as such because transformers evaluates its subclasses' annotations."""
+
+    save_pretrained = saving.save_pretrained
+    push_to_hub = saving.push_to_hub
+    load_trained = saving.load_trained
+
+    def enter_swarm(
+        self, view: SwarmView, blocks: RemoteBlocks, encoder: RemoteBlocks | None, origin: Sequence[str]
+    ) -> None:
+        """Take over what runs the blocks; `close()` closes the view's loop."""
+        self.swarm, self.remote_blocks, self.remote_encoder_blocks = view, blocks, encoder
+        self.swarm_origin, self._finalizer = origin, weakref.finalize(self, view.loop.close)
+        weight = getattr(self.get_output_embeddings(), "weight", None)
+        if weight is not None:
+            view.head_weight = weakref.ref(weight)
+
+    @property
+    def model_tags(self) -> list[str]:
+        """Tags for model cards: base model and methods. peft puts them into its adapters' cards as well."""
+        return saving.tags_of_card(self, self.swarm_origin)
 
     def inference_session(self, max_length: int = 2048, batch_size: int = 1) -> InferenceSession:
         """KV caches for `batch_size` rows of at most `max_length` tokens on all servers of a route.
 
-        Inside `with … as session:`, `generate()` continues on that session; that of other threads doesn't.
+        Inside `with … as session:`, `generate()` continues on that session. In other threads it doesn't.
         """
         return self.remote_blocks.new_session(batch_size, max_length)
 
@@ -126,6 +149,7 @@ class DistributedModel(SavedParts):
 
         Inside an inference session, positions continue where the session stands.
         """
+        generation.require_text_alone(self, "embed() takes", kwargs)
         session = self.active_cache_session()
         position = 0 if session is None else session.position
         if session is not None and position:
@@ -137,22 +161,22 @@ class DistributedModel(SavedParts):
         return hidden
 
     def _embeds_positions(self) -> bool:
-        """Whether what enters the first block depends on where a token stands; found out once."""
-        if "swarm_embeds_positions" not in self.__dict__:
+        """Find out, once, if the first block's inputs depend on positions."""
+        if self.swarm_embeds_positions is None:
             if self.training:  # dropout would tell them apart
                 return False
             one = torch.zeros((1, 1), dtype=torch.long, device=self.get_input_embeddings().weight.device)
             later = {cache_argument(decoder_stack(self)): SplitForward(self, 1).cache}
             with torch.no_grad():
                 first, second = embed(self, one), embed(self, one, **later)
-            self.__dict__["swarm_embeds_positions"] = not torch.equal(first, second)
-        return bool(self.__dict__["swarm_embeds_positions"])
+            self.swarm_embeds_positions = not torch.equal(first, second)
+        return self.swarm_embeds_positions
 
     @UnlessOwn
     def head(self, hidden_states: Tensor) -> Tensor:
         """Everything after the last block: hidden states `[batch, seq, hidden]` → logits `[batch, seq, vocabulary]`.
 
-        ModernBERT and its kin have a module of this name, which it is there.
+        Some architectures, such as ModernBERT, have a module of this name: there it is that module.
         """
         return head(self, hidden_states)
 
@@ -167,11 +191,11 @@ class DistributedModel(SavedParts):
         self.close()
 
     def active_cache_session(self) -> InferenceSession | None:
-        """The session that `generate()` continues in this thread or task; the client shell asks."""
+        """The session that `generate()` continues in this thread or task."""
         return entered_session(self.swarm)
 
     def extra_repr(self) -> str:
-        """The first line of what `print(model)` shows."""
+        """The first line that `print(model)` shows."""
         return f"(swarm): {self.swarm!r}" if "swarm" in self.__dict__ else ""
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Never:
@@ -186,88 +210,75 @@ class DistributedModel(SavedParts):
         return twin
 
 
-class DistributedModelForCausalLM(
-    ManyPrompts, FallbackGeneration, SpeculativeGeneration, MoreDecoding, DistributedModel
-):
+class DistributedModelForCausalLM(DistributedModel):
     """A distributed model with `generate()`."""
+
+    speculator: Speculator | None = None
+    """Guesses tokens ahead; None: never."""
+    local_fallback: LocalFallback | None = None
+    """The model on this machine that finishes texts when the swarm fails."""
+    submitted: Submitted
+
+    submit = generation.submit
+    generate_many = generation.generate_many
+
+    def write_with(self, speculator: Speculator | None, fallback: LocalFallback | None) -> None:
+        """Take over what writes texts, besides transformers."""
+        self.speculator, self.local_fallback, self.submitted = speculator, fallback, Submitted()
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """As that of `AutoDistributedModelForCausalLM`; of a model's own class, transformers'."""
+        """Same as `AutoDistributedModelForCausalLM.from_pretrained`; of a model's own class, transformers'."""
         owner: Any = super() if issubclass(cls, PreTrainedModel) else AutoDistributedModelForCausalLM
         return owner.from_pretrained(*args, **kwargs)
 
     @torch.no_grad()
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        """transformers' `generate()`. Inside an inference session only what the session hasn't seen is computed.
+        """transformers' `generate()`, which also takes the fields of `DecodingOptions`.
 
-        As with transformers, give the whole text so far: the session is rolled back to where it agrees with it.
+        Inside an inference session only what the session hasn't seen is computed. As with transformers, give the whole
+        text so far: the session is rolled back to where it agrees with it.
         """
-        session = self.active_cache_session()
-        with rows_of_one_call(self):
-            if session is None:
-                return super().generate(inputs, *args, **kwargs)
-            return self._generate_in(session, inputs, *args, **kwargs)
-
-    def _generate_in(self, session: InferenceSession, inputs: Tensor | None, *args: Any, **kwargs: Any) -> Any:
-        if self.tuned_prompts is not None:
-            raise ConfigurationError("with tuning_mode, call generate() outside of inference sessions")
-        input_ids = inputs if inputs is not None else kwargs.get("input_ids")
-        if input_ids is None:
-            raise ConfigurationError(
-                "inside an inference session give generate() the input_ids of the whole text so far"
-            )
-        config = kwargs.get("generation_config") or self.generation_config
-        rows_per_prompt = max(
-            kwargs.get(name) or getattr(config, name, None) or 1 for name in ("num_beams", "num_return_sequences")
-        )
-        with session.for_one_text():
-            session.rewind_to(input_ids, rows_per_prompt)
-            if session.position:
-                name = cache_argument(decoder_stack(self))
-                kwargs[name] = RemoteCache(self.config, session, input_ids.shape[0])
-            # Whatever happens, Ctrl-C included: what the session has seen beyond these ids is nothing to build on.
-            session.history = input_ids[:, : 0 if rows_per_prompt > 1 else None]
+        with rows_of_one_call(self), generation.continued_session(self, inputs, kwargs) as note:
+            if getattr(super().generate, "__func__", None) is GenerationMixin.generate:
+                generation.add_own_loop(self, (inputs, *args), kwargs)
             output = super().generate(inputs, *args, **kwargs)
-            if rows_per_prompt == 1:
-                sequences = output if isinstance(output, Tensor) else output.sequences
-                session.history = sequences[:, : session.position]
-            return output
+            note(output)
+        return output
+
+    def _prepare_generation_config(self, generation_config: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        """transformers': the config of this call, here with our options, and the inputs of the model."""
+        taken = generation.take_options(kwargs)
+        config, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
+        generation.put_options(config, taken)
+        return config, model_kwargs
+
+    def _get_logits_processor(
+        self,
+        generation_config: Any,
+        input_ids_seq_length: int | None = None,
+        *args: Any,
+        logits_processor: Any = None,
+        model_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """transformers' processors with ours: behind the caller's own, and behind all but the last."""
+        mask = (model_kwargs or {}).get("attention_mask")
+        before, behind = generation.processors_of(generation_config, input_ids_seq_length or 0, mask)
+        given = [*(logits_processor or ()), *before]
+        found = super()._get_logits_processor(
+            generation_config, input_ids_seq_length, *args, logits_processor=given, model_kwargs=model_kwargs, **kwargs
+        )
+        generation.insert_behind(found, behind)
+        return found
 
 
 class DistributedModelForImageTextToText(DistributedModelForCausalLM):
-    """A distributed model that sees."""
-
-    def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        """transformers' `generate()`. Inside an inference session it takes text alone.
-
-        A session knows its text by its tokens, which are the same for all pictures.
-        """
-        if self.active_cache_session() is not None:
-            _require_text("inside an inference session, generate() takes", kwargs)
-            forget_offsets(self)
-        return super().generate(inputs, *args, **kwargs)
-
-    def embed(self, input_ids: Tensor, **kwargs: Any) -> Tensor:
-        """Everything before the first block, of a text without pictures: `[batch, seq, hidden]`."""
-        _require_text("embed() takes", kwargs)
-        hidden: Tensor = super().embed(input_ids, **kwargs)
-        return hidden
+    """A distributed model with vision."""
 
 
-def _require_text(who: str, kwargs: dict[str, Any]) -> None:
-    for name, value in kwargs.items():
-        if isinstance(value, Tensor) and name not in _TEXT:
-            raise ConfigurationError(
-                f"{who} text alone, and no {name}: give pictures to generate() or to the model, outside of sessions"
-            )
-
-
-class EncoderDecoder:
-    """Mixed into the distributed model; `remote_blocks` are those of the decoder."""
-
-    remote_encoder_blocks: RemoteBlocks | None
-    """The blocks of the encoder, as a differentiable module."""
+class DistributedEncoderDecoder(DistributedModel):
+    """A distributed model with an encoder and a decoder; `remote_blocks` are those of the decoder."""
 
     def inference_session(self, *_: Any, **__: Any) -> Never:
         raise ConfigurationError(
@@ -281,16 +292,12 @@ class EncoderDecoder:
         raise ConfigurationError("head() is for models without an encoder: call this model as transformers does")
 
 
-class DistributedModelForSeq2SeqLM(EncoderDecoder, DistributedModel):
-    """A distributed model with an encoder and a decoder."""
+class DistributedModelForSeq2SeqLM(DistributedEncoderDecoder):
+    """A distributed model that writes text from text."""
 
 
-class DistributedModelForSpeechSeq2Seq(EncoderDecoder, DistributedModel):
-    """A distributed model that hears."""
-
-
-class DistributedEncoderDecoder(EncoderDecoder, DistributedModel):
-    """A distributed model with an encoder, a decoder and another head than a language model's."""
+class DistributedModelForSpeechSeq2Seq(DistributedEncoderDecoder):
+    """A distributed model that writes text from sound."""
 
 
 _MIXINS = {
@@ -309,7 +316,7 @@ class _AutoDistributed:
     """`from_pretrained` gives the architecture's class for one task."""
 
     _task: Task | None
-    """None = what the checkpoint was saved for."""
+    """None = the task that the checkpoint was saved for."""
 
     def __init__(self) -> None:
         raise TypeError(f"use {type(self).__name__}.from_pretrained(…)")
@@ -333,20 +340,20 @@ class _AutoDistributed:
     ) -> Any:
         """The model of that checkpoint, its blocks in the swarm that `initial_peers` belong to.
 
-        Reads only embeddings, final norm and head; a head that the checkpoint lacks is a new one, as with transformers.
+        Reads only embeddings, final norm and head. A head that the checkpoint lacks is a new one, as with transformers.
 
         Args:
             name_or_path: hub id or local directory, or a GGUF file of one (owner/repository/file.gguf), as servers do.
             initial_peers: multiaddresses of any peers of the swarm; default: `client_config`'s.
             dtype: for the local parts; "auto" = as stored.
-            gguf_file: the same as its name after that of directory or repository.
+            gguf_file: a GGUF file in that directory or repository.
             local_blocks: blocks to run here, as "0:2" or "0:2,30:32"; default: `client_config`'s.
             tuning_mode: "ptune" = `pre_seq_len` trained vectors before each text, "deep_ptune" = in every block as
-                well (`model.tuned_prompts`); everything else that the checkpoint has is frozen.
+                well (`model.tuned_prompts`); all else in the checkpoint is frozen.
             hf_kwargs: for transformers' `from_pretrained`; `device_map` is one device, for the local parts.
 
         Raises:
-            SwarmError: arguments, architecture or files won't do; the swarm lacks blocks, or can't be joined.
+            SwarmError: arguments, architecture or files can't be used; the swarm lacks blocks, or can't be joined.
         """
         hf_kwargs = without_refused(hf_kwargs, inspect.signature(cls.from_pretrained).parameters)
         config = _with_arguments(client_config or ClientConfig(), initial_peers, local_blocks)
@@ -362,7 +369,7 @@ class _AutoDistributed:
 def _with_arguments(
     config: ClientConfig, initial_peers: Sequence[str] | str | None, local_blocks: str | None
 ) -> ClientConfig:
-    """Those that are given go before the config's."""
+    """The config with these arguments in place of its own."""
     if initial_peers is not None:
         peers = (initial_peers,) if isinstance(initial_peers, str) else tuple(initial_peers)
         config = replace(config, initial_peers=peers)
@@ -382,10 +389,10 @@ def open_in_swarm(
         spans = [stack.span for stack in stacks(checkpoint.config)]
         view, everything = _view_of(checkpoint, config, dtype, loop, spans), spans[-1]
         wanted = wanted_spans(config, checkpoint.num_blocks)
-        loop.run(view.connect(), meanwhile=lambda: _find_traits(checkpoint, view))
+        loop.run_coroutine(view.connect(), meanwhile=lambda: _find_traits(checkpoint, view))
         local = LocalBlocks.load(checkpoint, wanted, dtype, progress=options.get("progress", True))
         view.look_ups.spans = (*spans[:-1], *(span for span, here in local.parts(everything) if here is None))
-        traits = loop.run(view.begin())
+        traits = loop.run_coroutine(view.begin())
         blocks = RemoteBlocks(view, BatchRunner(view, traits), traits, everything, local)
         encoder = encoder_blocks(view, traits, spans)
         model: Any = load_client_shell(
@@ -401,25 +408,18 @@ def open_in_swarm(
         )
         if device is not None:
             model.to(device)
-        if task == Task.CAUSAL_LM and model.tuned_prompts is None:  # guesses don't know of the prompts' positions
-            model.speculator = Speculator(config, checkpoint, model)
-        model.local_fallback = open_fallback(config, checkpoint, model)
-        model.remote_blocks, model.remote_encoder_blocks, model.swarm = blocks, encoder, view
-        view.head_weight = _head_weight(model)
-        model.submitted, model.model_tags = Submitted(), describe_origin(checkpoint, task)
+        fallback = open_fallback(config, checkpoint, model)
+        model.enter_swarm(view, blocks, encoder, saving.describe_origin(checkpoint, task))
+        if isinstance(model, DistributedModelForCausalLM):
+            # guesses know neither pictures nor the positions of tuned prompts
+            guesses = task == Task.CAUSAL_LM and model.tuned_prompts is None
+            model.write_with(Speculator(config, checkpoint, model) if guesses else None, fallback)
         undo.pop_all()
-    model._finalizer = weakref.finalize(model, loop.close)
     return model
 
 
-def _head_weight(model: Any) -> Callable[[], Tensor | None]:
-    """The matrix of the model's head; it doesn't keep the model in memory."""
-    weight = getattr(model.get_output_embeddings(), "weight", None)
-    return (lambda: None) if weight is None else weakref.ref(weight)
-
-
 def _find_traits(checkpoint: Checkpoint, view: SwarmView) -> None:
-    """Find out what the model's blocks need, so that no server has to be believed."""
+    """Find the traits of the model's blocks here, so that no server has to be believed."""
     view.own_traits = traits_of(checkpoint, own_cache_dir() / PROBES)
 
 
@@ -436,14 +436,14 @@ def _view_of(
     view.model_place = checkpoint.place
     tell_stacks(view, spans, config)
     view.hidden_size = getattr(text_config(checkpoint.config), "hidden_size", None)
-    # Here and not when a route is explained: building a model sets torch's random state back to what it was
-    # before, and another thread may be sampling by then.
+    # Not when a route is explained: building a model resets torch's random state, and another thread may be sampling
+    # by then.
     view.num_bytes = sum(block_bytes(checkpoint, dtype))
     return view
 
 
 def tell_stacks(view: SwarmView, spans: Sequence[Span], config: ClientConfig) -> None:
-    """Tell the view which blocks are the encoder's, if there are any.
+    """Tell the view the encoder's blocks, if there are any.
 
     Raises:
         ConfigurationError: a setting doesn't go with an encoder-decoder.
@@ -507,13 +507,13 @@ class AutoDistributedModelForQuestionAnswering(_AutoDistributed):
 
 
 class AutoDistributedModelForMaskedLM(_AutoDistributed):
-    """What stands in masked places of a text; of encoders."""
+    """Tokens for masked places of a text, by an encoder."""
 
     _task = Task.MASKED_LM
 
 
 class AutoDistributedModelForFeatureExtraction(_AutoDistributed):
-    """No head: hidden states after the last block, as transformers' `AutoModel` gives them."""
+    """No head: hidden states after the last block, as by transformers' `AutoModel`."""
 
     _task = Task.FEATURES
 
@@ -525,24 +525,24 @@ class AutoDistributedModel(_AutoDistributed):
 
 
 def without_refused(hf_kwargs: dict[str, Any], own: Iterable[str] = ()) -> dict[str, Any]:
-    """What `from_pretrained` can honour of it; None, False and "" ask for nothing. `own`: its own arguments.
+    """The options without those that ask for nothing: None, False and "". `own`: the arguments of `from_pretrained`.
 
     Raises:
-        ConfigurationError: there is something that it can't.
+        ConfigurationError: one of them can't be honoured.
     """
     for option in _REFUSED.keys() & hf_kwargs.keys():
         if hf_kwargs[option] not in (None, "", False):
             raise ConfigurationError(f"{option} can't be given here: {_REFUSED[option]}")
     for option in hf_kwargs.keys() & vars(ClientConfig()).keys():
         raise ConfigurationError(f"give {option} as client_config=ClientConfig({option}=…)")
-    for option in hf_kwargs:  # transformers would say so as well, but only when the swarm was found
+    for option in hf_kwargs:  # transformers would refuse it as well, but only after the swarm was found
         if near := difflib.get_close_matches(option, own, n=1, cutoff=MISTYPED):
             raise ConfigurationError(f"there is no argument {option}: did you mean {near[0]}?")
     return {name: value for name, value in hf_kwargs.items() if name not in _REFUSED}
 
 
 def device_of(device_map: Any) -> torch.device | None:
-    """The device for what is here; None: wherever it is loaded.
+    """The device for the client's part; None: where it is loaded.
 
     Raises:
         ConfigurationError: it names several, or one that this machine lacks.

@@ -1,6 +1,6 @@
 """Blocks that run in this process instead of on servers, with their weights in the model's own block list.
 
-Loaded by `distributed_model`, which gives them to `remote_blocks` (batches) and to `session/legs` (texts). Knows
+`distributed_model` loads them. `remote_blocks` runs them without KV caches, `session/legs` with them. This file knows
 neither servers nor sessions.
 """
 
@@ -23,7 +23,7 @@ from swarmllm.models.span.span_cache import SpanCache
 
 
 class LocalSpan:
-    """Neighbouring blocks of this process; any thread may call it."""
+    """Neighbouring blocks in this process; any thread may call it."""
 
     def __init__(self, blocks: BlockSpan) -> None:
         self._blocks = blocks
@@ -38,17 +38,17 @@ class LocalSpan:
         return self._blocks.traits
 
     def modules(self) -> dict[int, nn.Module]:
-        """The blocks themselves."""
+        """The blocks by their indices."""
         return {block_idx: self._blocks.slots.block(block_idx) for block_idx in self.span}
 
     def new_cache(self, *, record_past: bool) -> SpanCache:
-        """An empty cache for these blocks; `record_past` for texts that will be rolled back."""
+        """An empty cache for these blocks; `record_past`: keep what rollbacks need."""
         return self._blocks.new_cache(record_past=record_past)
 
     def forward(self, inputs: BlockInputs, span: Span | None = None, cache: SpanCache | None = None) -> Tensor:
-        """Run the blocks of `span` (default: all); hidden states as they came, on their device and in their dtype.
+        """Run the blocks of `span` (default: all); returns hidden states on the device and in the dtype of the inputs.
 
-        With a cache: as `BlockSpan.forward`. Without: gradients flow to inputs, adapter and the blocks' own parameters.
+        With a cache: as `BlockSpan.forward`. Without: gradients flow to inputs, adapter and the blocks' parameters.
         """
         with self._lock:
             self._follow_model()
@@ -59,23 +59,23 @@ class LocalSpan:
         if inputs.inner is not None:
             inputs.inner.copy(span or self.span, like)
         if cache is not None:
-            output = output.clone()  # outside of inference mode, as what servers answer
+            output = output.clone()  # a normal tensor, not one of inference mode, as servers' answers are
         return output.to(like.device, like.dtype)
 
     def _follow_model(self) -> None:
-        """The model of which the blocks are a part may have been moved, or told things that are not for its blocks."""
+        """Follow the model to another device or dtype, and undo settings that don't fit these blocks."""
         blocks = self._blocks
         weight = blocks.largest_weight
         if weight.device != blocks.device:
-            blocks.stack.to(weight.device)  # its rotary embedding and the like
+            blocks.stack.to(weight.device)  # moves its rotary embedding and the like
         blocks.device, blocks.dtype = weight.device, weight.dtype
         if any(block.training for block in self.modules().values()):
-            for part in blocks.slots.modules():  # it would drop a session's cache, and compute without adapters again
+            for part in blocks.slots.modules():  # it would drop the cache, and compute again without adapters
                 if getattr(part, "gradient_checkpointing", False):
                     part.gradient_checkpointing = False  # type: ignore[assignment]
 
     def _adapter(self, inputs: BlockInputs, span: Span) -> BlockAdapter | None:
-        """What the inputs' adapter has for these blocks, as a part of the graph if it is being trained."""
+        """The part of the inputs' adapter for these blocks, in autograd's graph if it is trained."""
         adapter, trained = inputs.adapter, inputs.trained
         if adapter is None:
             return None
@@ -88,7 +88,7 @@ class LocalSpan:
 
 
 class LocalBlocks:
-    """All blocks of this process, in order of their spans; mostly none."""
+    """All blocks in this process, in the order of their spans; mostly none."""
 
     def __init__(self, spans: Sequence[LocalSpan] = ()) -> None:
         self.spans = tuple(spans)
@@ -97,10 +97,10 @@ class LocalBlocks:
     def load(
         cls, checkpoint: Checkpoint, spans: Sequence[Span], dtype: torch.dtype, *, progress: bool
     ) -> "LocalBlocks":
-        """These blocks of the checkpoint; `dtype` is the model's.
+        """Load these blocks of the checkpoint in the model's `dtype`.
 
         Raises:
-            UnsupportedModelError, WeightsError: the model can't be cut there, or its files won't do.
+            UnsupportedModelError, WeightsError: the model can't be cut there, or its files are missing or damaged.
         """
         return cls([LocalSpan(load_block_span(checkpoint, span, dtype=dtype, progress=progress)) for span in spans])
 
@@ -109,7 +109,7 @@ class LocalBlocks:
         return {block_idx: block for here in self.spans for block_idx, block in here.modules().items()}
 
     def parts(self, span: Span) -> Iterator[tuple[Span, LocalSpan | None]]:
-        """The way through `span`, in order: blocks, and where they are if that is here."""
+        """(blocks, their `LocalSpan` or None for servers) in order, for all of `span`."""
         start = span.start
         for here in self.spans:
             first, end = max(start, here.span.start), min(span.end, here.span.end)
@@ -127,10 +127,10 @@ NONE_HERE = LocalBlocks()
 
 
 def wanted_spans(config: ClientConfig, num_blocks: int) -> list[Span]:
-    """What `local_blocks` means for a model of that many blocks.
+    """The spans that `ClientConfig.local_blocks` names.
 
     Raises:
-        ConfigurationError: it hasn't got them, none would be left to servers, or an adapter of servers is wanted.
+        ConfigurationError: the model has fewer blocks, servers would have none, or an adapter of servers is wanted.
     """
     spans = [Span(*pair) for pair in parse_block_ranges(config.local_blocks or "")]
     if spans and spans[-1].end > num_blocks:

@@ -1,11 +1,10 @@
-"""`model.remote_blocks`: the blocks of the model, all of them or a slice, as a module that runs them where they are.
+"""`model.remote_blocks`: all blocks of the model, or a slice of them, as a module.
 
-The client shell hands it every forward of the model (as a `BlocksRunner` of `shell/blocks_proxy`); users call it, or a
-slice of it, on hidden states.
+It runs blocks without KV caches, on servers and in this process, and opens sessions for forwards with a cache. The
+client shell calls it as a `BlocksRunner` (`shell/blocks_proxy`); users call it, or a slice of it, on hidden states.
 
-Gradients through hidden states between blocks: servers answer what they have seen between their blocks as mere
-numbers. Where a loss may reach it, the client asks for the blocks up to each wanted place instead, and so has it in
-autograd's graph like any other result (`pieces_with_gradient`).
+Hidden states between blocks that servers answer have no gradient. If a loss may need one, the client asks for the
+blocks up to each wanted place instead; the results are then part of autograd's graph (`pieces_with_gradient`).
 """
 
 from dataclasses import replace
@@ -25,14 +24,14 @@ from swarmllm.models.boundary.block_inputs import BESIDE, BlockInputs
 
 
 class RemoteBlocks(nn.Module):
-    """Blocks `[span.start, span.end)`; holds no parameters. Gradients flow to its inputs."""
+    """Blocks `[span.start, span.end)`, without parameters here. Gradients flow to the inputs."""
 
     def __init__(
         self, view: SwarmView, batches: BatchRunner, traits: BlockTraits, span: Span, local: LocalBlocks = NONE_HERE
     ) -> None:
         super().__init__()
         self.local = local
-        """Those that run in this process; the others are on servers."""
+        """The blocks that run in this process; the others are on servers."""
         self.span = span
         self._view = view
         self._noise = noise_for(view.config, traits)
@@ -48,11 +47,11 @@ class RemoteBlocks(nn.Module):
         input_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states `[batch, seq, hidden]` → the same shape, after these blocks; no KV cache is used.
+        """Hidden states `[batch, seq, hidden]` → hidden states of that shape, after these blocks, without a KV cache.
 
         Args:
-            attention_mask: `[batch, seq]` of 0 and 1, if the batch is padded. Padding isn't computed where it makes no
-                difference to the texts: its hidden states come back as zeros.
+            attention_mask: `[batch, seq]` of 0 and 1, if the batch is padded. Padding isn't computed if that makes no
+                difference to the texts: its hidden states are zeros then.
             input_ids: only for models whose blocks need them.
             inputs_embeds: the same.
 
@@ -77,7 +76,7 @@ class RemoteBlocks(nn.Module):
     def __getitem__(self, index: int | slice) -> "RemoteBlocks":
         if isinstance(index, int):
             if not -len(self) <= index < len(self):
-                raise IndexError(f"there is no block {index} among {len(self)}")  # what ends a loop over the blocks
+                raise IndexError(f"there is no block {index} among {len(self)}")  # it ends loops over the blocks
             index = slice(index, index + 1) if index >= 0 else slice(len(self) + index, len(self) + index + 1)
         start, end, step = index.indices(len(self))
         if step != 1 or start >= end:
@@ -107,7 +106,7 @@ class RemoteBlocks(nn.Module):
         return inputs.hidden_states
 
     def new_session(self, batch_size: int, max_length: int | None, *, grows: bool = False) -> InferenceSession:
-        """KV caches for that many rows of that many positions, or of more if it `grows`."""
+        """A session of `batch_size` rows of `max_length` positions, or of more if it `grows`."""
         return InferenceSession(
             self._view,
             self.traits,
@@ -120,19 +119,19 @@ class RemoteBlocks(nn.Module):
         )
 
     def new_cache_session(self, batch_size: int, max_length: int | None) -> InferenceSession:
-        """A session for `generate()` and forwards with use_cache, whose callers don't say how long a text may get."""
+        """A session for `generate()` and forwards with use_cache, which don't know how long the text will be."""
         return self.new_session(batch_size, max_length, grows=True)
 
     def longest_row(self) -> int:
-        """Positions that one row of a batch may have on any server."""
+        """Most positions of one row that any server computes without a session."""
         return self._view.max_batch_tokens
 
 
 def pieces_with_gradient(inputs: BlockInputs, part: Span, local: LocalBlocks, traits: BlockTraits) -> list[Span]:
-    """`part` itself if nothing between its blocks is wanted, or nothing has gradients; else in pieces.
+    """`part` in pieces that end where hidden states with gradients are wanted; `part` itself if there are none.
 
     Raises:
-        ConfigurationError: attention weights are wanted, or outputs at which the model can't be cut.
+        ConfigurationError: attention weights are wanted, or outputs of a block behind which the model can't be cut.
     """
     inner = inputs.inner
     if inner is None or not inner.wants(part) or not _has_gradients(inputs, local):

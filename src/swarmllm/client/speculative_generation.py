@@ -1,12 +1,12 @@
-"""The begin of speculation in `generate()`: a mixin of the distributed model, for every greedy or sampled text.
+"""Where `generate()` begins to speculate, and the checkpoint's own head for guesses.
 
-`ClientConfig.speculation` says whether. What can't be speculated on takes transformers' own loop: batches, blocks
-whose caches can't be rolled back, texts given as embeddings, models whose forwards draw random numbers or are watched
-by hooks; beams and transformers' own assistants never come here.
+`generation` asks `Speculator` for each greedy or sampled text; `ClientConfig.speculation` turns it on and off. Without
+guesses remain: several rows, blocks whose caches can't be rolled back, texts given as embeddings, and models whose
+forwards draw random numbers or have hooks of the user.
 
-`MtpHead` is a checkpoint's own head for multi-token prediction, loaded and run on this machine;
-`speculation/drafters` asks it. `checkpoint/mtp_layouts` says where its tensors are; its block is run as servers run
-theirs, by the architecture's own forward.
+`MtpHead` is a checkpoint's own head for multi-token prediction. It is loaded and run on this machine;
+`speculation/drafters` asks it. `checkpoint/mtp_layouts` says where its tensors are. Its block runs as on servers, by
+the architecture's own forward.
 """
 
 import copy
@@ -14,7 +14,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from swarmllm.client.local_blocks import LocalSpan
 from swarmllm.client.local_fallback import open_local_model
 from swarmllm.client.session.inference_session import InferenceSession
 from swarmllm.config import ClientConfig
-from swarmllm.data_structures import BlockTraits, Span
+from swarmllm.data_structures import Span
 from swarmllm.errors import ConfigurationError, UnsupportedModelError, WeightsError, WeightsMismatchError
 from swarmllm.models.architecture import Task, cache_argument, decoder_stack, text_config
 from swarmllm.models.boundary.block_inputs import BlockInputs
@@ -55,19 +55,19 @@ AUTO_LATENCY_S = 0.02
 """Assumed: with "auto", a round trip that waits for the network less than this is no reason to speculate. Loopback and
 local networks stay below it (0.5 to 5 ms measured), other continents and most other towns above."""
 LOOK_TEXTS = 16
-"""One text of this many is written by our own loop although latency doesn't pay: to see whether it does. Assumed."""
+"""One text of this many is written by our own loop although the servers are near, to measure again. Assumed."""
 UNGUESSED = (Task.SEQ_TO_SEQ_LM, Task.SPEECH_SEQ_TO_SEQ, Task.IMAGE_TEXT_TO_TEXT)
-"""Tasks whose models write text on which nothing is speculated."""
+"""Tasks whose texts are written without guesses."""
 
 AUTO_BYTES = 1 << 30
-"""Assumed: what a client reads and keeps unasked. MiMo-7B's head has 0.4 GiB, DeepSeek-V3's 11 in 8 bits."""
+"""A head of at most this size is read unasked. Assumed; MiMo-7B's has 0.4 GiB, DeepSeek-V3's 11 in 8 bits."""
 
 
 def require_no_drafts(config: ClientConfig, task: Task) -> None:
-    """For models on whose texts nothing is speculated, because guesses know text alone.
+    """Refuse guesses for a task whose texts are written without: guesses know text alone.
 
     Raises:
-        ConfigurationError: drafts are asked for all the same.
+        ConfigurationError: the config asks for guesses.
     """
     if task in UNGUESSED and config.speculation not in ("auto", "off"):
         raise ConfigurationError(
@@ -77,7 +77,7 @@ def require_no_drafts(config: ClientConfig, task: Task) -> None:
 
 
 class Speculator:
-    """The means of one client to speculate: drafters, and a planner that learns how fast its swarm is."""
+    """The drafters of one client, and a planner that learns how fast its swarm is."""
 
     def __init__(self, config: ClientConfig, checkpoint: Checkpoint, model: PreTrainedModel) -> None:
         """Raises: SwarmError: the head or draft model can't be loaded, or has another vocabulary."""
@@ -98,8 +98,37 @@ class Speculator:
             draft_model = _load_draft_model(mode, vocabulary_size, model.device)
             self.new_drafter = lambda: ModelDrafter(draft_model, vocabulary_size)
 
-    def leaves_to_transformers(self) -> bool:
-        """Whether transformers' own loop is to write the next text, because latency is known not to pay for ours."""
+    def speculation_for(self, model: Any, config: Any, model_kwargs: dict[str, Any]) -> Speculation | None:
+        """The loop with guesses, for a text that `generate()` has prepared; None: use transformers' own loop.
+
+        Args:
+            config: the GenerationConfig of the call; its mode is greedy or sampling.
+            model_kwargs: inputs of the model's forward, the cache among them.
+        """
+        name = cache_argument(decoder_stack(model))
+        # peft's soft prompts come in by this method, as positions that the text doesn't have.
+        foreign = getattr(model.prepare_inputs_for_generation, "__self__", model) is not model
+        embeds = model_kwargs.get("inputs_embeds") is not None
+        # Hidden states and attentions are shown once per token, and a step with guesses has several.
+        shows = any(getattr(settings, name, None) for settings in (config, model.config) for name in INNER_OUTPUTS)
+        plain = shows or config.is_assistant or embeds or foreign or not model_kwargs.get("use_cache")
+        cache: Any = model_kwargs.get(name)
+        if plain or not self._can_guess(model, cache) or self._leaves_to_transformers():
+            return None
+        return Speculation(model, name, cache.session, self.drafter_for(cache), self.planner, model.swarm_traits)
+
+    def _can_guess(self, model: Any, cache: Any) -> TypeGuard[RemoteCache]:
+        return (
+            self.enabled
+            and model.swarm_traits.rollback
+            and isinstance(cache, RemoteCache)
+            and isinstance(cache.session, InferenceSession)
+            and cache.batch_size == 1
+            and not runs_each_position_once(model)
+        )
+
+    def _leaves_to_transformers(self) -> bool:
+        """True if transformers' own loop writes the next text, because the servers are near."""
         near = self.planner.costs is not None and not self.planner.latency_pays
         self._num_plain = (self._num_plain + 1) % LOOK_TEXTS if near else 0
         return self._num_plain > 0
@@ -117,7 +146,7 @@ class Speculator:
 
 
 def _head_finder(checkpoint: Checkpoint, model: PreTrainedModel) -> "Callable[[], MtpHead | None]":
-    """What loads the model's own head when it is first asked for, which is when the swarm is known to be far."""
+    """A function that loads the model's own head on its first call, which is when the swarm is known to be far."""
     forgettable = weakref.ref(model)  # which has the speculator
     looking = threading.Lock()
     found: list[MtpHead | None] = []
@@ -129,7 +158,7 @@ def _head_finder(checkpoint: Checkpoint, model: PreTrainedModel) -> "Callable[[]
         try:
             weights = small_mtp_weights(checkpoint, model.dtype)
             return None if weights is None else load_mtp_head(model, weights, model.dtype)
-        except (UnsupportedModelError, WeightsError) as error:  # nobody has asked for it
+        except (UnsupportedModelError, WeightsError) as error:  # it was not asked for
             logger.warning("guesses are n-grams alone: %s", error)
             return None
 
@@ -153,10 +182,10 @@ def _load_draft_model(path: str, vocabulary_size: int, device: torch.device) -> 
 
 
 def runs_each_position_once(model: nn.Module) -> bool:
-    """Whether the model's forward must see the tokens of the text alone, and each of them once.
+    """True if the model's forward must see each token of the text once, and no others.
 
     With guesses it sees wrong tokens too, and every token twice. In train mode that would draw other random numbers.
-    Hooks and forwards of the user may draw some as well, or note what passes.
+    Hooks and forwards of the user may draw some as well, or note their inputs.
     """
     return any(
         module.training
@@ -167,68 +196,9 @@ def runs_each_position_once(model: nn.Module) -> bool:
 
 
 def _is_of_user(hook: Any) -> bool:
-    """Not one of transformers, of ours, or of peft, which notes the adapter of each row."""
+    """True if the hook is neither transformers', nor ours, nor peft's for the adapter of each row."""
     ours = hook is note_states or is_row_hook(hook)
     return not ours and getattr(hook, "__module__", None) != output_capturing.__name__
-
-
-class SpeculativeGeneration(PreTrainedModel if TYPE_CHECKING else object):  # type: ignore[misc]
-    """Mixed into the distributed model."""
-
-    swarm_traits: BlockTraits
-    speculator: Speculator | None = None
-    """Set when the model has been loaded."""
-
-    def _sample(
-        self,
-        input_ids: Tensor,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: Any,
-        synced_gpus: bool = False,
-        streamer: Any = None,
-        **model_kwargs: Any,
-    ) -> Any:
-        """transformers' own loop, or the same with guesses under way."""
-        name = cache_argument(decoder_stack(self))
-        cache = model_kwargs.get(name)
-        speculator = self.speculator
-        # peft's soft prompts come in here as positions that the text doesn't have.
-        foreign = getattr(self.prepare_inputs_for_generation, "__self__", self) is not self
-        embeds = model_kwargs.get("inputs_embeds") is not None
-        # What each forward shows of its inside is one entry per token, which guesses are not.
-        shows = any(
-            getattr(settings, name, None) for settings in (generation_config, self.config) for name in INNER_OUTPUTS
-        )
-        plain = shows or synced_gpus or generation_config.is_assistant or embeds or foreign
-        plain = plain or not model_kwargs.get("use_cache")
-        if plain or speculator is None or not self._can_speculate(cache) or speculator.leaves_to_transformers():
-            return super()._sample(
-                input_ids,
-                logits_processor,
-                stopping_criteria,
-                generation_config,
-                synced_gpus=synced_gpus,
-                streamer=streamer,
-                **model_kwargs,
-            )
-        session: Any = cache.session
-        drafter = speculator.drafter_for(cache)
-        speculation = Speculation(self, name, session, drafter, speculator.planner, self.swarm_traits)
-        return speculation.run(
-            input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
-        )
-
-    def _can_speculate(self, cache: Any) -> TypeGuard[RemoteCache]:
-        return (
-            self.speculator is not None
-            and self.speculator.enabled
-            and self.swarm_traits.rollback
-            and isinstance(cache, RemoteCache)
-            and isinstance(cache.session, InferenceSession)
-            and cache.batch_size == 1
-            and not runs_each_position_once(self)
-        )
 
 
 class MtpHead:
@@ -257,7 +227,7 @@ class MtpHead:
     @torch.no_grad()
     def states(self, tokens: list[int], hidden: Tensor, cache: SpanCache) -> Tensor:
         """Feed pairs: hidden states `[seq, hidden]` behind the final norm, of the model or of this head, each with the
-        token after it. Returns what the head makes of them, `[seq, hidden]`, for `best` or for its next pair.
+        token after it. Returns the head's outputs `[seq, hidden]`, for `best` or for its next pair.
         """
         token_norm, hidden_norm, projection, final_norm = self._parts_for(hidden)
         ids = torch.tensor([tokens], device=hidden.device)
@@ -268,7 +238,7 @@ class MtpHead:
         return found[0]
 
     def _parts_for(self, hidden: Tensor) -> nn.ModuleList:
-        """In its dtype and where it is. Never moved in place: other threads may be computing with them."""
+        """Norms and projection in its dtype, on its device. Not moved in place: other threads may be using them."""
         with self._moving:
             weight = next(self._parts.parameters())
             if (weight.device, weight.dtype) != (hidden.device, hidden.dtype):
@@ -301,7 +271,7 @@ def load_mtp_head(model: PreTrainedModel, weights: MtpWeights, dtype: torch.dtyp
 
 
 def wanted_mtp_weights(checkpoint: Checkpoint) -> MtpWeights:
-    """The head of a checkpoint of which it is known that it is wanted.
+    """The head of a checkpoint, which the config asks for.
 
     Raises:
         ConfigurationError: it has none.
@@ -316,7 +286,7 @@ def wanted_mtp_weights(checkpoint: Checkpoint) -> MtpWeights:
 
 
 def small_mtp_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> MtpWeights | None:
-    """The head of a checkpoint if it has one that is small enough to be read unasked."""
+    """The head of a checkpoint, if it has one that is small enough to be read without being asked for."""
     found = find_mtp_weights(checkpoint)
     if found is None:
         return None
@@ -332,7 +302,7 @@ def small_mtp_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> MtpWeights 
 
 
 def _norm_of(block: nn.Module, size: int) -> nn.Module:
-    """A norm of the architecture's own kind, as the first one of its block is."""
+    """A copy of the block's first norm of this size, for the architecture's own kind of norm."""
     for part in block.children():
         weight: Any = getattr(part, "weight", None)
         if weight is not None and weight.shape == (size,):

@@ -18,20 +18,20 @@ from swarmllm.errors import ConfigurationError, SessionLengthExceededError
 logger = logging.getLogger(__name__)
 
 TOKEN_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_bos_token_id")
-"""The tokens that have a meaning of their own."""
+"""Tokens with a special meaning."""
 SCORE_FIELDS = (
     *("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias", "encoder_repetition_penalty"),
     *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty"),
     *("min_length", "min_new_tokens", "remove_invalid_values", "renormalize_logits"),
 )
-"""How scores are changed before a token is chosen."""
+"""Changes of scores before a token is chosen."""
 CHOICE_FIELDS = (
     *("do_sample", "temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"),
     *("repetition_penalty", *sorted(ADDED)),
 )
-"""How a token is chosen."""
+"""Ways to choose a token."""
 TEXT_FIELDS = (*TOKEN_FIELDS, *SCORE_FIELDS, *CHOICE_FIELDS, "stop_strings")
-"""The fields of a checkpoint's generation_config.json that are taken over for texts."""
+"""Fields of a checkpoint's generation_config.json that are taken over for texts."""
 SPEECH_FIELDS = (
     *TEXT_FIELDS,
     *("num_beams", "length_penalty", "early_stopping", "max_length", "max_new_tokens", "forced_eos_token_id"),
@@ -39,7 +39,7 @@ SPEECH_FIELDS = (
     *("no_timestamps_token_id", "prev_sot_token_id", "max_initial_timestamp_index", "prompt_condition_type"),
     *("condition_on_prev_tokens", "compression_ratio_threshold", "logprob_threshold", "no_speech_threshold"),
 )
-"""The same for models that hear: transformers' own pipeline calls `generate()`, and Whisper has fields of its own."""
+"""The same for models with audio: transformers' own pipeline calls `generate()`, and Whisper has fields of its own."""
 CALL_FIELDS = frozenset(
     (
         *("max_length", "max_new_tokens", "use_cache", "cache_implementation", "cache_config", "max_cache_len"),
@@ -51,15 +51,15 @@ CALL_FIELDS = frozenset(
         *("transformers_version", "_from_model_config"),
     )
 )
-"""Fields that don't say which text is wanted: how long it may be, how it is computed and what else is returned."""
+"""Fields that don't change the text: its length, how it is computed, and further outputs."""
 
 COLDEST = 1e-6
-"""The lowest temperature above 0: divided by less, scores can be infinite, and nothing can be drawn from them."""
+"""The lowest temperature: divided by less, scores can be infinite, and nothing can be drawn from them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextConfig(ClientModelConfig, DecodingOptions):
-    """The text that is written."""
+    """Settings of the text that is written."""
 
     max_new_tokens: int | None = 128
     """Most tokens to write. Assumed: a paragraph or two."""
@@ -107,7 +107,7 @@ def open_model(
 ) -> tuple[Any, Any]:
     """The distributed model, to be closed by the caller, and its tokenizer.
 
-    `features`: the model comes without its head. `taken_over`: fields of its generation_config.json that hold.
+    `features`: the model comes without its head. `taken_over`: fields of its generation_config.json that it keeps.
 
     Raises:
         ConfigurationError: the model has no tokenizer, or its generation_config.json can't be used; and what
@@ -133,7 +133,7 @@ def open_model(
         client_config=ClientConfig(**config.client_settings()),
         progress=show_progress,
     )
-    if features:  # embeddings are made of the texts alone
+    if features:  # embeddings are made from the texts alone
         model.remote_blocks.batches.padding_notices.told_of_outputs = True
     try:
         tokenizer = load_tokenizer(
@@ -150,10 +150,10 @@ def open_model(
 
 
 def take_over_preferences(model: Any, tokenizer: Any, names: Sequence[str], *, name: str) -> None:
-    """Give the model a generation config that holds the fields `names` of its own one, and else transformers' defaults.
+    """Give the model a generation config with the fields `names` of its own one, and otherwise transformers' defaults.
 
     Raises:
-        ConfigurationError: a field holds what can't be used.
+        ConfigurationError: a field has a value that can't be used.
     """
     from transformers import GenerationConfig
 
@@ -169,7 +169,7 @@ def take_over_preferences(model: Any, tokenizer: Any, names: Sequence[str], *, n
     others = [key for key in sorted(given.keys() - taken.keys() - CALL_FIELDS) if hasattr(GenerationConfig(), key)]
     if others:
         logger.warning("%s: generation_config.json asks for %s, which is not done here", name, ", ".join(others))
-    if taken.get("temperature") == 0:  # transformers takes no 0, and the likeliest token is what it means
+    if taken.get("temperature") == 0:  # transformers refuses 0; it means the likeliest token
         del taken["temperature"]
         taken["do_sample"] = False
     try:
@@ -183,14 +183,14 @@ def take_over_preferences(model: Any, tokenizer: Any, names: Sequence[str], *, n
 
 
 def _settle_padding(model: Any, tokenizer: Any) -> None:
-    """A token for padding that the model has, which some checkpoints lack."""
+    """Set a token for padding that the model has; some checkpoints lack it."""
     config, size = model.generation_config, model.get_input_embeddings().weight.shape[0]
     if not 0 <= (-1 if config.pad_token_id is None else config.pad_token_id) < size:
         config.pad_token_id = tokenizer.pad_token_id or tokenizer.eos_token_id
 
 
 def _try_preferences(model: Any, tokenizer: Any) -> None:
-    """Run what the generation config asks for once, on scores that mean nothing. Raises what transformers raises."""
+    """Try the generation config on meaningless scores. Raises what transformers raises."""
     import torch
     from transformers import GenerationConfig
 
@@ -207,34 +207,34 @@ def _try_preferences(model: Any, tokenizer: Any) -> None:
 
 
 def preferred_stops(config: Any) -> tuple[Any, ...]:
-    """The texts that end an answer, as a generation config has it."""
+    """The texts that end an answer, by a generation config."""
     stops = config.stop_strings or ()
     return (stops,) if isinstance(stops, str) else tuple(stops)
 
 
 class Conversation:
-    """Turns of a user and the model, all on one session, so that each turn computes only what is new.
+    """Turns of a user and the model, all on one session: each turn computes only its new tokens.
 
-    With the tokenizer's chat template if it has one; without, the model goes on with the text so far, and what the
-    user says is part of it.
+    It uses the tokenizer's chat template if there is one. Without, the user's words are appended to the text so far,
+    and the model continues it.
     """
 
     def __init__(
         self, model: Any, tokenizer: Any, session: Any, options: dict[str, Any], *, max_length: int | None = None
     ) -> None:
-        """`max_length`: most tokens of it all; without it, what the session has room for."""
+        """`max_length`: most tokens of the whole conversation; default: the session's."""
         self._model = model
         self._tokenizer = tokenizer
         self._max_length = session.max_length if max_length is None else max_length
         self._options = options
         self.cut: str | None = None
-        """The reason why the last answer ended before the model ended it, in words; None: the model did."""
+        """The reason, in words, why the last answer was cut; None: the model ended it."""
         self._messages: list[dict[str, str]] = []
         self._text_ids: list[int] = []
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """What has been said, as chat templates take it; the system prompt first, if there is one."""
+        """All turns so far, as chat templates take them; the system prompt first, if there is one."""
         return list(self._messages)
 
     @property
@@ -244,13 +244,13 @@ class Conversation:
         return first["content"] if first is not None and first["role"] == "system" else None
 
     def clear(self) -> None:
-        """Begin anew; the system prompt stays."""
+        """Begin again; the system prompt stays."""
         system = self.system
         self._messages = [] if system is None else [{"role": "system", "content": system}]
         self._text_ids = []
 
     def instruct(self, system: str) -> None:
-        """Begin anew with this system prompt.
+        """Begin again with this system prompt.
 
         Raises:
             ConfigurationError: the model takes none.
@@ -269,7 +269,7 @@ class Conversation:
         self._messages, self._text_ids = messages, []
 
     def reply(self, said: str, **options: Any) -> str:
-        """The model's next turn. `options` go to `generate()`, e.g. a streamer; a turn that fails leaves no trace.
+        """The model's answer. `options` go to `generate()`, e.g. a streamer. A turn that fails leaves no trace.
 
         Raises:
             SessionLengthExceededError: the conversation fills the session.
@@ -301,7 +301,7 @@ class Conversation:
         return answer
 
     def _ends(self) -> list[int]:
-        """The tokens with which the model ends its answers."""
+        """The tokens that end the model's answers."""
         ends = self._model.generation_config.eos_token_id
         return ends if isinstance(ends, list) else [ends]
 

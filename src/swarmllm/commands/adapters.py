@@ -36,18 +36,19 @@ TASKS = (
     "fill-mask",
     "feature-extraction",
 )
-"""As the hub calls them; `models/architecture` says which class each is."""
+"""The hub's names. `models/architecture` maps them to classes."""
 SWARM_TAG = "swarmllm"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """What is looked for."""
+    """The search."""
 
     base: str | None = None
-    """Hub id of the base model, or a directory with its files; None = any. A directory is known by its fingerprint."""
+    """Hub id of the base model, or a directory with its files; None = any. A directory is identified by its
+    fingerprint."""
     task: str | None = None
-    """Task as the hub calls it, such as text-classification; None = any."""
+    """Task, by the hub's name, such as text-classification; None = any."""
     limit: int = 50
     """Most repositories to list."""
     token: str | None = field(default_factory=hub_token, repr=False)
@@ -61,7 +62,7 @@ class Search:
         require_positive(self, "limit")
 
     def tags(self) -> list[str]:
-        """Those that a repository must have.
+        """The tags that a repository must have.
 
         Raises:
             SwarmError: the directory is no checkpoint.
@@ -89,7 +90,7 @@ def find_shared(search: Search) -> list[dict[str, Any]]:
     from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
     from huggingface_hub.utils import logging
 
-    logging.set_verbosity_error()  # it tells of each of its retries, twice
+    logging.set_verbosity_error()  # it logs each of its retries, twice
     tags = search.tags()
     try:
         models = HfApi(token=search.token).list_models(filter=tags, sort="downloads", limit=search.limit)
@@ -116,7 +117,7 @@ def _described(name: str, tags: Sequence[str], downloads: int | None) -> dict[st
 
 
 def as_text(found: Sequence[dict[str, Any]]) -> str:
-    """A table, or that there is nothing."""
+    """A table, or a sentence if there is nothing."""
     if not found:
         return "Nobody has shared anything of that kind yet."
     columns = ("id", "method", "task", "downloads")
@@ -129,14 +130,14 @@ def as_text(found: Sequence[dict[str, Any]]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Merge:
-    """What is merged into what."""
+    """The merge."""
 
     adapter: str = ""
     """Directory or hub id of the adapter, as peft saves it (required)."""
     base: str = ""
     """Directory or hub id of the model that it was trained on, with weights in 16 or 32 bits (required)."""
     output: str = ""
-    """New directory for the merged model, which has the base's dtype (required)."""
+    """New directory for the merged model, with the base's dtype (required)."""
     token: str | None = field(default_factory=hub_token, repr=False)
     """Hub token, for private repositories."""
 
@@ -150,7 +151,7 @@ def merge(settings: Merge) -> None:
     """Write the merged model, with the tokenizer of its base.
 
     Raises:
-        SwarmError: it can't be done.
+        SwarmError: the merge is impossible.
     """
     from transformers.utils import logging
 
@@ -158,7 +159,7 @@ def merge(settings: Merge) -> None:
     from swarmllm.models.checkpoint.checkpoint import open_checkpoint
     from swarmllm.models.checkpoint.sources import find_source
 
-    logging.disable_progress_bar()  # of each part of its own
+    logging.disable_progress_bar()  # one for each file
     where = {"revision": None, "token": settings.token, "cache_dir": default_cache_dir()}
     checkpoint = open_checkpoint(settings.base, **where)
     adapter = find_source(settings.adapter, **where)
@@ -170,7 +171,9 @@ def merge(settings: Merge) -> None:
 def build_parser() -> Parser:
     """A flag for each field of Search."""
     parser = Parser(
-        prog="swarmllm adapters", description="What others have trained on a swarm, on the hub.", epilog=EXAMPLES
+        prog="swarmllm adapters",
+        description="List adapters and heads that others have shared on the hub.",
+        epilog=EXAMPLES,
     )
     parser.add_settings(Search, [Search])
     return parser
@@ -191,7 +194,7 @@ SUBCOMMANDS = {"merge": build_merge_parser}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; the exit code."""
+    """Run the command and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] == "merge":
         return run_program(

@@ -1,4 +1,4 @@
-"""`swarmllm chat`: a conversation with a model of the swarm, whose servers keep it in their KV caches."""
+"""`swarmllm chat`: a conversation with a model of the swarm. The servers keep it in their KV caches."""
 
 import json
 import signal
@@ -32,11 +32,11 @@ COMMANDS = (
     "all else goes to the model, and a line that ends with \\ goes on in the next one"
 )
 ENDS = ("/exit", "/quit", "/bye")
-"""The last two are what other programs call it."""
+"""The last two are the names in other programs."""
 FIRST_LENGTH = 2048
-"""Tokens that servers keep room for at first. It grows with the conversation."""
+"""Tokens for which servers reserve room at first. It grows with the conversation."""
 MOST_REMEMBERED = 1000
-"""Lines in the history."""
+"""Most lines in the history."""
 EXAMPLES = """while chatting:
   /clear         forgets the conversation
   /system TEXT   begins a new one with a system prompt
@@ -58,12 +58,13 @@ COMMON = (
 
 @dataclass(frozen=True, kw_only=True)
 class ChatConfig(TextConfig):
-    """A conversation."""
+    """The conversation."""
 
     max_length: int | None = None
-    """Tokens of the whole conversation. Without it: the model's context, for which servers find room as it grows."""
+    """Most tokens of the whole conversation. Without it: the model's context. Servers make room as the conversation
+    grows."""
     max_new_tokens: int | None = None
-    """Most tokens of one answer. Without it, as many as the conversation has room for."""
+    """Most tokens of one answer. Without it: as many as the conversation has room for."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,7 +72,7 @@ class ChatConfig(TextConfig):
 
 
 class CtrlC:
-    """While entered, the first Ctrl-C asks `generate()` to stop after the token under way; a second one interrupts."""
+    """While entered, the first Ctrl-C asks `generate()` to stop after the current token. The second one interrupts."""
 
     def __init__(self) -> None:
         self.pressed = False
@@ -90,7 +91,7 @@ class CtrlC:
         signal.signal(signal.SIGINT, self._previous)
 
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
-        """As one of transformers' stopping criteria: `[batch]` of bool."""
+        """A stopping criterion of transformers: `[batch]` of bool."""
         import torch
 
         return torch.full(input_ids.shape[:1], self.pressed, dtype=torch.bool, device=input_ids.device)
@@ -98,7 +99,7 @@ class CtrlC:
 
 def build_parser() -> Parser:
     """A flag for each field of ChatConfig."""
-    description = "A conversation with a model of the swarm."
+    description = "Chat with a model of the swarm."
     parser = Parser(prog="swarmllm chat", description=description, epilog=EXAMPLES, common=COMMON)
     parser.add_settings(
         ChatConfig, [ModelConfig, ClientModelConfig, SwarmConfig, ChatConfig], TextConfig, ClientConfig, DecodingOptions
@@ -107,7 +108,7 @@ def build_parser() -> Parser:
 
 
 def chat(config: ChatConfig) -> int:
-    """Talk until standard input ends or says that it ends; the exit code."""
+    """Talk until standard input ends or the user leaves; return the exit code."""
     interactive = sys.stdin.isatty()
     before = config
     with closing(_lines(interactive)) as lines:
@@ -125,7 +126,7 @@ def chat(config: ChatConfig) -> int:
 
 
 class _NotOpenedError(Exception):
-    """The model can't be opened, or the swarm not be joined."""
+    """The model can't be opened, or the swarm can't be joined."""
 
     def __init__(self, error: SwarmError) -> None:
         super().__init__(str(error))
@@ -133,7 +134,7 @@ class _NotOpenedError(Exception):
 
 
 def _talk(config: ChatConfig, lines: Iterable[str], interactive: bool) -> str | None:
-    """One conversation; the model of the next one, or None when all is said."""
+    """Run one conversation. Returns the model of the next one; None: the chat is over."""
     try:
         require_model_place(config.model)
         model, tokenizer = open_model(config, seed=config.seed)
@@ -164,7 +165,7 @@ def _talk(config: ChatConfig, lines: Iterable[str], interactive: bool) -> str | 
 
 
 def _obey(name: str, words: str, conversation: Conversation, config: ChatConfig) -> str:
-    """Do what a line says that isn't for the model; what there is to tell."""
+    """Obey a line that is a command, and return the reply to print."""
     try:
         if name == "/clear":
             conversation.clear()
@@ -195,7 +196,7 @@ def _reply(conversation: Conversation, tokenizer: Any, said: str, interactive: b
     from transformers import StoppingCriteriaList, TextStreamer
 
     class Answer(TextStreamer):
-        """Without the space before the first word, which the prompt of many models leaves to the answer."""
+        """Streams an answer without the space before its first word, which many models begin with."""
 
         begun = False
 
@@ -215,11 +216,11 @@ def _reply(conversation: Conversation, tokenizer: Any, said: str, interactive: b
 
 
 _MARK = "\ufeff"
-"""Of UTF-8, which some editors put at the beginning of a file."""
+"""UTF-8's byte order mark, which some editors write at the beginning of a file."""
 
 
 def _lines(interactive: bool) -> Generator[str, None, None]:
-    """What the user says; a line that ends with a backslash goes on in the next one."""
+    """The user's lines. A line that ends with a backslash continues in the next one."""
     said: list[str] = []
     with closing(_typed() if interactive else (line.rstrip().removeprefix(_MARK) for line in sys.stdin)) as typed:
         for line in typed:
@@ -232,7 +233,7 @@ def _lines(interactive: bool) -> Generator[str, None, None]:
 
 
 def _typed() -> Generator[str, None, None]:
-    """Lines from a terminal, with editing, and with those of earlier conversations under the arrow keys."""
+    """Lines from a terminal, with editing and the history of earlier conversations."""
     import readline
 
     history = address_book_path().with_name("chat_history")
@@ -249,12 +250,12 @@ def _typed() -> Generator[str, None, None]:
     finally:
         with suppress(OSError):
             history.parent.mkdir(parents=True, exist_ok=True)
-            history.touch(mode=0o600)  # it is nobody else's business
+            history.touch(mode=0o600)  # private to this user
             readline.write_history_file(history)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; the exit code."""
+    """Run the command and return the exit code."""
 
     def run() -> int:
         config = ChatConfig(**build_parser().parse_settings(argv))

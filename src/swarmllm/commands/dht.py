@@ -1,7 +1,7 @@
-"""`swarmllm dht`: a bootstrap peer. It keeps part of the DHT and lets others join through it; it serves no blocks.
+"""`swarmllm dht`: a bootstrap peer. It keeps a share of the DHT and lets others join through it. It serves no blocks.
 
-Worth its while as an address that stays: with `--port` and `--identity_path` its multiaddress is the same after each
-start, and so is the invite that it prints.
+Useful as a lasting address: with `--port` and `--identity_path`, its multiaddress is the same after each start, and so
+is its invite.
 """
 
 import hashlib
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NAMED_BY_THIS_PEER = "?"
-"""Stands for a private swarm's name until this peer's key is known, from which it follows; the same at each start."""
+"""Stands for a private swarm's name until this peer's key is known. The name follows from the key, so it is the same at
+each start."""
 
 EXAMPLES = """examples:
   swarmllm dht --port 31337 --identity_path bootstrap.key
@@ -37,20 +38,20 @@ class InviteConfig:
     """An invite: one word that others give as --initial_peers."""
 
     invite: bool = False
-    """Print one."""
+    """Print an invite."""
     model: str | None = None
-    """Model that it is for, so that the others need no --model."""
+    """Model of the invite, so that others need no --model."""
     allowed_servers: tuple[str, ...] | None = None
     """Peer ids of servers to use; None = any."""
     allowed_clients: tuple[str, ...] | None = None
     """Peer ids that servers should serve; None = any."""
     private: bool = False
-    """A private swarm: only those who have the invite find it."""
+    """Start a private swarm: only peers with the invite find it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DhtConfig(InviteConfig, PeerConfig):
-    """A bootstrap peer, and what its invite says."""
+    """A bootstrap peer and its invite."""
 
     def __post_init__(self) -> None:
         for name, default in vars(InviteConfig()).items():
@@ -59,19 +60,21 @@ class DhtConfig(InviteConfig, PeerConfig):
         super().__post_init__()
 
     def _follow(self, invites: Sequence[Invite]) -> None:
-        """Who joined by an invite invites to the same swarm, and relays for nobody else."""
+        """A peer that joined by an invite invites to the same swarm, and relays for nobody else."""
         self._follow_lists(invites, "allowed_servers", "allowed_clients")
 
 
 def build_parser() -> Parser:
     """A flag for each field of DhtConfig."""
-    parser = Parser(prog="swarmllm dht", description="A peer that others join through.", epilog=EXAMPLES)
+    parser = Parser(
+        prog="swarmllm dht", description="Run a bootstrap peer, through which others join.", epilog=EXAMPLES
+    )
     parser.add_settings(DhtConfig, [SwarmConfig, PeerConfig], InviteConfig, without=["lan_discovery"])
     return parser
 
 
 async def run_bootstrap_peer(config: DhtConfig, invite: Invite | None = None) -> None:
-    """Be a peer until SIGINT or SIGTERM. `invite` is printed with this peer's addresses in front of its own.
+    """Run the peer until SIGINT or SIGTERM. Prints `invite` with this peer's addresses before its own.
 
     Raises:
         SwarmError: it can't start, or its peer-to-peer daemon died.
@@ -107,24 +110,24 @@ async def run_bootstrap_peer(config: DhtConfig, invite: Invite | None = None) ->
 
 
 def relay_rules(config: DhtConfig) -> RelayRules | None:
-    """For whom to relay; None: for nobody."""
+    """The peers to relay for; None: nobody."""
     if not config.relay:
         return None
     return RelayRules(mbps=config.relay_mbps, servers=config.allowed_servers, clients=config.allowed_clients)
 
 
 def _complete(invite: Invite, peer: "Peer") -> Invite:
-    """The invite with this peer's addresses; those of this machine alone only if there are no others."""
+    """Add this peer's addresses to the invite. Loopback addresses are added only if there are no others."""
     reachable = [maddr for maddr in peer.join_maddrs if not maddr.startswith(("/ip4/127.", "/ip6/::1/"))]
     name = invite.swarm_name
-    if name == NAMED_BY_THIS_PEER:  # nobody else can sign this, so nobody can guess it
+    if name == NAMED_BY_THIS_PEER:  # nobody else can make this signature, so nobody can guess the name
         name = hashlib.blake2b(peer.sign(b"swarmllm name of a private swarm 1\x00"), digest_size=16).hexdigest()
     initial_peers = tuple(dict.fromkeys([*(reachable or peer.join_maddrs), *invite.initial_peers]))
     return replace(invite, initial_peers=initial_peers, swarm_name=name)
 
 
 def parse_dht(argv: Sequence[str] | None) -> tuple[DhtConfig, Invite | None]:
-    """The settings, and the invite to print if one is asked for.
+    """The settings, and the invite to print if there should be one.
 
     Raises:
         ConfigurationError, SystemExit(2): they can't work.
@@ -139,13 +142,13 @@ def parse_dht(argv: Sequence[str] | None) -> tuple[DhtConfig, Invite | None]:
         model=config.model,
         allowed_servers=config.allowed_servers,
         allowed_clients=config.allowed_clients,
-        # Who joined by an invite to a private swarm invites others to the same one.
+        # A peer that joined a private swarm by an invite invites others to the same one.
         swarm_name=config.swarm_name or (NAMED_BY_THIS_PEER if config.private else None),
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; the exit code."""
+    """Run the command and return the exit code."""
 
     async def run() -> None:
         await run_bootstrap_peer(*parse_dht(argv))

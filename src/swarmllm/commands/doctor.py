@@ -1,6 +1,7 @@
-"""`swarmllm doctor`: looks at the needs of a server or client on this machine, and names what to mend.
+"""`swarmllm doctor`: check this machine and network for a server or client, and name what to mend.
 
-It has the flags and prints the report; the exit status is 1 if anything is wrong. The checks are in `doctor_checks`.
+This module defines the flags and prints the report. The exit status is 1 if anything is wrong. The checks are in
+`doctor_checks`.
 """
 
 import sys
@@ -20,7 +21,7 @@ EXAMPLES = """examples:
 
 
 async def examine(config: DoctorConfig) -> int:
-    """Make all checks and print what they find; how many findings are bad."""
+    """Make all checks and print what they find. Returns the number of bad findings."""
     num_bad = 0
 
     def report(name: str, findings: Iterable[Finding]) -> None:
@@ -46,7 +47,7 @@ async def examine(config: DoctorConfig) -> int:
 def build_parser() -> Parser:
     """A flag for each field of DoctorConfig, named as those of the server."""
     parser = Parser(
-        prog="swarmllm doctor", description="Checks this machine and network, and names what to mend.", epilog=EXAMPLES
+        prog="swarmllm doctor", description="Check this machine and network, and name what to mend.", epilog=EXAMPLES
     )
     classes = [DoctorConfig, ModelConfig, BlocksConfig, SwarmConfig, PeerConfig]
     parser.add_settings(DoctorConfig, classes, without=["stop_on_stdin_eof"])
@@ -54,7 +55,7 @@ def build_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; the exit code."""
+    """Run the command and return the exit code."""
 
     async def run() -> int:
         config = DoctorConfig(**build_parser().parse_settings(argv))

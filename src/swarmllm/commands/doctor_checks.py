@@ -1,6 +1,6 @@
-"""Checks of `swarmllm doctor`: this machine as a server would use it, the network as servers and clients would.
+"""The checks of `swarmllm doctor`: this machine as a server would use it, the network as servers and clients would.
 
-They need torch. Nothing is changed on the machine; only an identity that doesn't exist is made, so that its owner can
+They need torch. They change nothing on the machine, except that they create a missing identity, so that its owner can
 tell others the peer id. `doctor` calls them in their order.
 """
 
@@ -49,11 +49,11 @@ MIN_FREE_DISK_BYTES = 5 << 30
 
 DIAL_TIMEOUT_S = 3.0
 MAX_SERVERS = 64
-"""Servers of one model that are dialled, at most."""
+"""Most servers of one model to dial."""
 
 
 def check_device(config: DoctorConfig) -> Iterator[Finding]:
-    """True if torch sees the GPU that the machine has."""
+    """Check that torch sees the machine's GPU."""
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             free, total = torch.cuda.mem_get_info(index)
@@ -79,7 +79,7 @@ def has_nvidia_gpu() -> bool:
 
 
 def check_model(config: DoctorConfig) -> Iterator[Finding]:
-    """True if the checkpoint can be served, and how many of its blocks fit into the memory."""
+    """Check that the checkpoint can be served, and count the blocks that fit into the memory."""
     if not config.model:
         return
     try:
@@ -105,9 +105,9 @@ def _dtype_of(checkpoint: Checkpoint, config: DoctorConfig) -> torch.dtype:
     try:
         return resolve_dtype(checkpoint, config.dtype)
     except BlockWeightsNotFoundError as error:
-        # Weights are looked at for nothing but a dtype that config.json lacks.
+        # The weights are read only for a dtype that config.json lacks.
         raise ConfigurationError(
-            f"config.json of {checkpoint.name} names no dtype, and without weights nothing else tells it: "
+            f"config.json of {checkpoint.name} names no dtype, and there are no weights to read it from: "
             "add --dtype bfloat16, or whatever the model is published in"
         ) from error
 
@@ -120,7 +120,7 @@ def _known_as(checkpoint: Checkpoint) -> str:
 
 
 def check_memory(config: DoctorConfig) -> Iterator[Finding]:
-    """Which formats of the weights fit into the machines of `--memory`."""
+    """Find the formats of the weights that fit into the machines of `--memory`."""
     if not config.memory:
         return
     try:
@@ -136,10 +136,10 @@ def check_memory(config: DoctorConfig) -> Iterator[Finding]:
 
 
 def bits_that_fit(needs: Mapping[str, float], num_blocks: int, sizes: Sequence[str]) -> Iterator[Finding]:
-    """The finest formats in which machines hold all blocks together.
+    """Find the finest formats in which the machines together hold all blocks.
 
     Args:
-        needs: format, the finest first → GB that a block takes, with its cache and what is left free beside it.
+        needs: format, the finest first → GB of one block, with its cache and the memory left free.
         sizes: the machines' memory in GB.
     """
     where = f"{' + '.join(sizes)} GB"
@@ -162,7 +162,7 @@ def bits_that_fit(needs: Mapping[str, float], num_blocks: int, sizes: Sequence[s
 def _some_finer(
     fit: Sequence[tuple[str, Sequence[int]]], name: str, num_blocks: int, sizes: Sequence[str]
 ) -> str | None:
-    """As many machines as possible with the next finer format than `name`, which all can have; None: no machine can."""
+    """A choice of machines that can have the format one finer than `name`; None: no machine can."""
     place = [one for one, _ in fit].index(name)
     if place == 0:
         return None
@@ -179,9 +179,10 @@ def _some_finer(
 
 
 def memory_finding(block_bytes: Sequence[int], cache_bytes: int, usable: int, num_offloaded: int | None = 0) -> Finding:
-    """How many blocks fit, as a server without `--num_blocks` counts them, and how many such machines make a swarm.
+    """Count the blocks that fit, as a server without `--num_blocks` does, and the machines of this kind for a whole
+    model.
 
-    `num_offloaded` None: as many as it takes for the whole model.
+    `num_offloaded` None: as many as the whole model needs.
     """
     if num_offloaded is None:
         num_offloaded = memory.num_to_offload(block_bytes, cache_bytes, usable)
@@ -203,7 +204,7 @@ def memory_finding(block_bytes: Sequence[int], cache_bytes: int, usable: int, nu
 
 
 def check_disk(config: DoctorConfig) -> Iterator[Finding]:
-    """Where downloads go."""
+    """Check the disk for downloads."""
     cache = Path(default_cache_dir() or HF_HUB_CACHE)
     existing = next(path for path in (cache, *cache.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free
@@ -218,7 +219,7 @@ def check_disk(config: DoctorConfig) -> Iterator[Finding]:
 
 
 def check_identity(config: DoctorConfig) -> Iterator[Finding]:
-    """True if the key can be read, and is nobody else's at the moment."""
+    """Check that the key can be read and is not in use."""
     if config.identity_path is None:
         return
     path = user_path(config.identity_path)
@@ -239,7 +240,7 @@ def check_identity(config: DoctorConfig) -> Iterator[Finding]:
 
 
 def lock_holder(path: Path) -> str | None:
-    """Who holds the lock on this file; None if nobody does."""
+    """The process that holds the lock on this file; None if there is none."""
     with path.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -258,7 +259,7 @@ def lock_holder(path: Path) -> str | None:
 
 
 async def check_listening(config: DoctorConfig) -> list[Finding]:
-    """True if a server could start here, and at which addresses others would look for it."""
+    """Check that a server could start here, and show the addresses at which others would dial it."""
     try:
         server = config.server()
         peer = await Peer.create(host_maddrs=server.listen_maddrs, announce_maddrs=server.announce_maddrs)
@@ -285,12 +286,13 @@ async def check_listening(config: DoctorConfig) -> list[Finding]:
 
 
 async def check_swarm(config: DoctorConfig) -> list[Finding]:
-    """True if the initial peers, or those of the local network, can be reached, agree on the time, and have servers."""
+    """Check that the initial peers, or those of the local network, can be reached, agree on the time, and have
+    servers."""
     findings: list[Finding] = []
     peers = config.initial_peers
     if not peers:
         if not config.lan_discovery:
-            return [note("no initial peers were given, so no swarm was looked at: --initial_peers names them")]
+            return [note("no initial peers were given, so no swarm was checked: name peers with --initial_peers")]
         found = await find_peers(lambda _: False)
         if not found:
             return [note("no swarm was found on the local network: --initial_peers names peers elsewhere")]
@@ -313,7 +315,7 @@ async def _look_into(initial_peers: Sequence[str], swarm_name: str | None) -> li
     asked_at = time.monotonic()
     try:
         peer = await Peer.create(initial_peers=initial_peers, client_mode=True)
-    except SwarmError as error:  # says so as well when this machine's clock is wrong
+    except SwarmError as error:  # also reports a wrong clock of this machine
         return [bad(one_line(error))]
     async with peer:
         took_s = time.monotonic() - asked_at
@@ -322,7 +324,7 @@ async def _look_into(initial_peers: Sequence[str], swarm_name: str | None) -> li
 
 
 async def _look_at_servers(peer: Peer, swarm_name: str | None) -> list[Finding]:
-    """True if every server of the swarm can be dialled from here."""
+    """Check that every server of the swarm can be dialled from here."""
     directory = BlockDirectory(peer, swarm_name)
     findings: list[Finding] = []
     records = {record.fingerprint: record for record in (await directory.models()).values()}
@@ -350,7 +352,7 @@ async def _look_at_servers(peer: Peer, swarm_name: str | None) -> list[Finding]:
 
 
 async def _dial_server(peer: Peer, server: ServerInfo) -> str | None:
-    """None if this server can be reached, through its relays if nobody can dial it; else what is wrong."""
+    """None if this server can be reached, directly or through its relays; else the problem."""
     if not server.relayed:
         return await _dial_any(server.addrs)
     try:
@@ -362,7 +364,7 @@ async def _dial_server(peer: Peer, server: ServerInfo) -> str | None:
 
 
 async def _dial_any(addrs: Sequence[str]) -> str | None:
-    """None if one of the addresses can be dialled; else what is wrong with all of them."""
+    """None if one of the addresses can be dialled; else the problems of all of them."""
     problems = await asyncio.gather(*map(dial, addrs))
     if not problems:
         return "it announces no address"
@@ -370,10 +372,10 @@ async def _dial_any(addrs: Sequence[str]) -> str | None:
 
 
 async def dial(addr: str) -> str | None:
-    """None if something takes TCP connections at this multiaddress; else why not, and what to mend."""
+    """None if something accepts TCP connections at this multiaddress; else the problem and the mend."""
     match = re.fullmatch(r"/(?:ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/(\d{1,5})", addr)
     if match is None:
-        return None  # of a kind that only libp2p knows; joining tells
+        return None  # only libp2p knows this kind; joining will tell
     try:
         async with asyncio.timeout(DIAL_TIMEOUT_S):
             _, writer = await asyncio.open_connection(match[1], int(match[2]))

@@ -1,6 +1,6 @@
-"""The settings and findings of `swarmllm doctor`, and its first check: are Python and all packages as required?
+"""Settings and findings of `swarmllm doctor`, and its first check: Python and the required packages.
 
-Imports none of these packages, since they may be missing.
+It imports none of these packages, because they may be missing.
 """
 
 import importlib.metadata
@@ -32,7 +32,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report; what is not OK names the mend."""
+    """One line of the report. If it is not OK, it names the mend."""
 
     verdict: Verdict
     text: str
@@ -40,12 +40,12 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorConfig(BlocksConfig, PeerConfig):
-    """What to look at."""
+    """The subject of the checks."""
 
     model: str = ""
-    """Hub id or directory. Can it be served here, and how many of its blocks fit?"""
+    """Hub id or directory: can it be served here, and how many of its blocks fit?"""
     memory: tuple[str, ...] = ()
-    """Memory of each machine or card, in GB, like 24 24 24: which bits fit? config.json alone is enough to know."""
+    """Memory of each machine or card in GB, like 24 24 24: which bits fit? config.json is enough for this."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,7 +54,7 @@ class DoctorConfig(BlocksConfig, PeerConfig):
         for text in self.memory:
             if not re.fullmatch(r"\d*\.?\d+", text) or not 0 < float(text) < MOST_GB:
                 raise ConfigurationError(
-                    f"memory must be in GB, a number for each machine, like 24 24 16, not {text!r}"
+                    f"memory must be in GB, one number for each machine, like 24 24 16, not {text!r}"
                 )
 
     def _follow(self, invites: Sequence[Invite]) -> None:
@@ -62,13 +62,13 @@ class DoctorConfig(BlocksConfig, PeerConfig):
             object.__setattr__(self, "model", next((one.model for one in invites if one.model is not None), ""))
 
     def server(self) -> ServerConfig:
-        """What a server with these flags would be told.
+        """Settings of a server with these flags.
 
         Raises:
             ConfigurationError: they can't work.
         """
         settings = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "memory"}
-        settings["offload"] = self.offload or 0  # auto goes with --num_blocks, which here are all
+        settings["offload"] = self.offload or 0  # auto needs --num_blocks, which here are all
         return ServerConfig(**settings, new_swarm=not self.initial_peers)
 
 
@@ -85,7 +85,7 @@ def bad(text: str) -> Finding:
 
 
 def check_versions() -> Iterator[Finding]:
-    """Python, and every package that swarmllm requires."""
+    """Check Python and every package that swarmllm requires."""
     if sys.platform != "linux":
         yield note(f"this is {platform.system()}: swarmllm has been tried on Linux only")
     wrong = list(wrong_versions(importlib.metadata.requires("swarmllm") or ()))
@@ -98,7 +98,7 @@ def check_versions() -> Iterator[Finding]:
 def wrong_versions(
     requirements: Sequence[str], installed: Callable[[str], str] = importlib.metadata.version
 ) -> Iterator[str]:
-    """A sentence for each requirement (extras aside) that is missing or outside its range."""
+    """A sentence for each requirement (without extras) that is missing or outside its range."""
     for line in requirements:
         requirement = Requirement(line)
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):

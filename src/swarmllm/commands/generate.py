@@ -1,4 +1,4 @@
-"""`swarmllm generate`: text from a swarm in the terminal, as it comes."""
+"""`swarmllm generate`: print text from a swarm as it is generated."""
 
 import sys
 from collections.abc import Sequence
@@ -32,10 +32,10 @@ COMMON = (
 
 def build_parser() -> Parser:
     """A flag for each field of TextConfig, and the prompt."""
-    description = "Text from a swarm, as it comes."
+    description = "Print text from a swarm while it is generated."
     parser = Parser(prog="swarmllm generate", description=description, epilog=EXAMPLES, common=COMMON)
     parser.usage = "swarmllm generate [OPTIONS] [PROMPT]"
-    parser.add_argument("prompt", nargs="?", help="what the text begins with; default: standard input")
+    parser.add_argument("prompt", nargs="?", help="beginning of the text; default: standard input")
     parser.add_settings(
         TextConfig, [ModelConfig, ClientModelConfig, SwarmConfig], TextConfig, ClientConfig, DecodingOptions
     )
@@ -56,7 +56,7 @@ def parse_prompt(argv: Sequence[str] | None) -> tuple[TextConfig, str | None]:
             prompt = peers.pop()  # in `--initial_peers A B "prompt"` argparse takes everything for addresses
             if _names_peer(peers[0]) and not _names_peer(peers[-1]):
                 raise ConfigurationError(f"there is no place for {prompt!r}: is it part of a text that needs quotes?")
-    if prompt is not None:  # bytes that are no UTF-8 come as halves of characters, which tokenizers refuse
+    if prompt is not None:  # bytes that aren't UTF-8 become surrogates, which tokenizers refuse
         prompt = prompt.encode(errors="surrogateescape").decode(errors="replace")
     config = TextConfig(**settings)
     require_model_place(config.model)
@@ -69,9 +69,9 @@ def _names_peer(word: str) -> bool:
 
 
 def generate(config: TextConfig, prompt: str) -> None:
-    """Stream the prompt and what follows it to standard output."""
+    """Stream the prompt and its continuation to standard output."""
     model, tokenizer = open_model(config, seed=config.seed)
-    from transformers import TextStreamer  # open_model says that it imports much
+    from transformers import TextStreamer  # open_model announces the slow imports
 
     with model:
         inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
@@ -85,12 +85,12 @@ def generate(config: TextConfig, prompt: str) -> None:
                 **config.generation_options(),
             )
         except SwarmError:
-            streamer.end()  # what was written so far is the reader's, and the error begins a line of its own
+            streamer.end()  # end the line of the text so far, so that the error begins a line of its own
             raise
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; the exit code."""
+    """Run the command and return the exit code."""
 
     def run() -> None:
         config, prompt = parse_prompt(argv)

@@ -1,4 +1,4 @@
-"""`swarmllm status`: who serves what in a swarm, how fast, and what is missing; as a table or as JSON."""
+"""`swarmllm status`: the servers of a swarm, their blocks and speed, and missing blocks; as a table or as JSON."""
 
 import asyncio
 import json
@@ -45,7 +45,7 @@ columns, of each server's whole span of blocks:
 """
 
 SECOND_LOOK_S = 1.0
-"""Before blocks are called missing. Assumed: a busy node answers then."""
+"""Seconds before blocks are called missing. Assumed: a busy node answers by then."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class ModelStatus:
         )
 
     def _stacks(self) -> list[str]:
-        """Which blocks are the encoder's, in a model that has one."""
+        """The encoder's blocks, in a model that has an encoder."""
         stacks = stack_spans(self.record.num_blocks, self.record.encoder_blocks)
         if len(stacks) == 1:
             return []
@@ -94,7 +94,7 @@ class ModelStatus:
         return [*lines, f"  to serve them: {command}"]
 
     def as_json(self) -> dict[str, Any]:
-        """What is announced, and `missing_blocks` and `expected_ms_per_token` (null: it can't be used)."""
+        """The announcements, `missing_blocks` and `expected_ms_per_token` (null: the model can't be used)."""
         try:
             expected_ms = round(route_cost_ms(find_route(self.snapshot)), 3)
         except MissingBlocksError:
@@ -111,10 +111,10 @@ class ModelStatus:
 
 
 def is_on_this_machine(model: str) -> bool:
-    """True if this is the place of a checkpoint, or else a hub id or the name of a model of the swarm.
+    """True if this names a checkpoint on this machine; False for a hub id or the name of a model of the swarm.
 
     Raises:
-        ConfigurationError: it looks like a place on this machine, but there is nothing.
+        ConfigurationError: it looks like a path, but nothing is there.
     """
     require_model_place(model)
     place, _, kind = model.rpartition(":")  # of a GGUF file
@@ -136,9 +136,9 @@ def fingerprint_of_files(place: str) -> str:
 async def look_up(
     directory: "BlockDirectory", name: str | None = None, fingerprint: str | None = None
 ) -> list[ModelStatus]:
-    """All models of the swarm, or those called `name` (a hub id may be shortened to its last part).
+    """Look up all models of the swarm, or those called `name` (the last component of a hub id is enough).
 
-    `fingerprint`: of the checkpoint that `name` is the place of.
+    `fingerprint`: of the checkpoint at `name`, if that is a path.
 
     Raises:
         MissingBlocksError: nobody serves it.
@@ -154,7 +154,7 @@ async def look_up(
         else:
             wanted = [record for record in wanted if name in (record.name, PurePath(record.name).name)]
         if not wanted:
-            served = f"it serves {', '.join(sorted(names))}" if names else "it serves no model at all"
+            served = f"it serves {', '.join(sorted(names))}" if names else "it serves no model"
             raise MissingBlocksError(f"nobody in this swarm serves {name}; {served}")
     found = []
     for record in wanted:
@@ -166,7 +166,7 @@ async def look_up(
 async def look_twice(
     directory: "BlockDirectory", name: str | None = None, fingerprint: str | None = None
 ) -> list[ModelStatus]:
-    """What `look_up` finds, the second time if blocks seem to be missing: a node that answers too late is left out.
+    """Call `look_up`, and again if blocks seem to be missing, because late answers are left out.
 
     Raises:
         MissingBlocksError, PeerUnreachableError: as `look_up`.
@@ -180,10 +180,10 @@ async def look_twice(
 
 @dataclass(frozen=True, kw_only=True)
 class StatusConfig(SwarmConfig):
-    """What to show."""
+    """The report."""
 
     model: str | None = None
-    """Hub id or directory of the only model to show. Of a hub id the last part is enough."""
+    """Hub id or directory of the only model to show. The last component of a hub id is enough."""
     json: bool = False
     """Print JSON, for programs."""
 
@@ -191,7 +191,9 @@ class StatusConfig(SwarmConfig):
 def build_parser() -> Parser:
     """A flag for each field of StatusConfig."""
     parser = Parser(
-        prog="swarmllm status", description="Who serves what in a swarm, and what is missing.", epilog=EXAMPLES
+        prog="swarmllm status",
+        description="Show the servers of a swarm, their blocks, and missing blocks.",
+        epilog=EXAMPLES,
     )
     parser.add_settings(StatusConfig, [SwarmConfig, StatusConfig], without=["identity_path"])
     return parser
@@ -227,7 +229,7 @@ async def show_status(config: StatusConfig) -> None:
 
 
 def _same_names(models: Sequence[ModelStatus]) -> list[str]:
-    """What names don't tell: models that differ."""
+    """A note on different models with the same name."""
     counts = Counter(status.record.name for status in models)
     return [
         f"{count} models are called {name}: their config or weights differ, so clients and servers of one don't use "
@@ -238,7 +240,7 @@ def _same_names(models: Sequence[ModelStatus]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; the exit code."""
+    """Run the command and return the exit code."""
 
     async def run() -> None:
         config = StatusConfig(**build_parser().parse_settings(argv))

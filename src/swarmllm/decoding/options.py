@@ -1,6 +1,6 @@
-"""The list of ways to choose tokens: `generate()`, the flags of commands and the fields of requests are made from it.
+"""The list of options for choosing tokens. Arguments of `generate()`, flags and fields of requests are made from it.
 
-Knows neither torch nor transformers, so that commands can refuse a value before they are imported.
+It imports neither torch nor transformers: commands can refuse a value before they import those.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from swarmllm.errors import ConfigurationError
 MAX_BREAKERS = 64
 MAX_BREAKER_CHARS = 64
 DECODING_TOKENIZER = "decoding_tokenizer"
-"""Under this name `generate()`'s tokenizer comes to where the options are read."""
+"""The name under which `generate()` hands its tokenizer to the code that reads the options."""
 
 
 def _option(
@@ -54,27 +54,27 @@ class DecodingOptions:
     mirostat_tau: float | None = _option(5.0, of="mirostat_mode", gt=0)
     """Surprise in bits per token."""
     mirostat_eta: float | None = _option(0.1, of="mirostat_mode", gt=0, le=1)
-    """How fast it is steered there."""
+    """How fast the text is steered there."""
     dry_multiplier: float | None = _option(0.0, ge=0)
     """DRY: penalty of a token that goes on with a repetition."""
     dry_base: float | None = _option(1.75, of="dry_multiplier", ge=1)
-    """By which the penalty grows with each repeated token."""
+    """Factor of the penalty for each further repeated token."""
     dry_allowed_length: int | None = _option(2, of="dry_multiplier", ge=1)
-    """Repeated tokens from which on there is a penalty."""
+    """Shortest repetition that has a penalty, in tokens."""
     dry_penalty_last_n: int | None = _option(-1, of="dry_multiplier", ge=-1)
-    """Tokens in which repetitions are looked for. -1: all."""
+    """Last tokens to search for repetitions. -1: all."""
     dry_sequence_breakers: tuple[str, ...] | None = _option(("\n", ":", '"', "*"), of="dry_multiplier")
     """Tokens that hold one of these end a repetition."""
     fsd_alpha: float | None = _option(0.0, ge=0, le=1)
-    """Frustratingly simple decoding: weight of what the text foretells. Yang et al. 2023."""
+    """Frustratingly simple decoding: weight of what the text predicts. Yang et al. 2023."""
     fsd_k: int | None = _option(6, of="fsd_alpha", ge=1)
     """One of this many likeliest tokens is taken."""
     fsd_n: int | None = _option(3, of="fsd_alpha", ge=1, le=16)
-    """Tokens of the longest n-grams by which it foretells."""
+    """Tokens of the longest n-grams by which it predicts."""
     fsd_beta: float | None = _option(0.9, of="fsd_alpha", ge=0, le=1)
-    """Weight of n-grams beside shorter ones."""
+    """Weight of n-grams against shorter ones."""
     fsd_random_steps: int | None = _option(0, of="fsd_alpha", draws=True, ge=0)
-    """First steps in which it is drawn whether to sample instead."""
+    """First steps that may be sampled instead."""
     fsd_random_probability: float | None = _option(0.5, of="fsd_random_steps", ge=0, le=1)
     """How often they are sampled."""
 
@@ -84,7 +84,7 @@ class DecodingOptions:
             if value is not None:
                 object.__setattr__(self, one.name, _checked(one.name, value, one.metadata))
         for one in fields(DecodingOptions):
-            # A switch that is off is an answer, too: many clients send all they know.
+            # A switch that is off counts as given: many clients send all options that they know.
             of = one.metadata["of"]
             if of and getattr(self, one.name) is not None and getattr(self, of) is None:
                 raise ConfigurationError(f"{one.name} says nothing without {of}: give it too")
@@ -101,7 +101,7 @@ class DecodingOptions:
         return cls(**{one.name: getattr(source, one.name, None) for one in fields(DecodingOptions)})
 
     def given(self) -> dict[str, Any]:
-        """Those that are not None."""
+        """All that are not None."""
         found = {one.name: getattr(self, one.name) for one in fields(DecodingOptions)}
         return {name: value for name, value in found.items() if value is not None}
 
@@ -110,12 +110,12 @@ class DecodingOptions:
         return {**DEFAULTS, **self.given()}
 
     def is_on(self, name: str) -> bool:
-        """Whether this switch changes anything."""
+        """Tell if this switch changes anything."""
         value = getattr(self, name)
         return value is not None and value != DEFAULTS[name] and not (name == "top_n_sigma" and value <= 0)
 
     def drawing(self) -> list[str]:
-        """Those that are on and choose among tokens that are drawn."""
+        """All that are on and choose among tokens that are drawn."""
         return [one.name for one in fields(DecodingOptions) if one.metadata["draws"] and self.is_on(one.name)]
 
     def require_fitting(self, *, do_sample: bool, num_beams: int, mend: str = "give do_sample=True") -> None:
@@ -155,6 +155,6 @@ def _checked_strings(name: str, value: Any) -> tuple[str, ...]:
 
 
 DEFAULTS: dict[str, Any] = {one.name: one.metadata["default"] for one in fields(DecodingOptions)}
-"""What each of them is where it isn't given; of the switches: off."""
+"""The value of each where it isn't given; switches are off."""
 ADDED = frozenset(one.name for one in fields(DecodingOptions) if not one.metadata["native"])
-"""Those that transformers' `generate()` doesn't know."""
+"""Options that transformers' `generate()` doesn't know."""

@@ -1,20 +1,31 @@
-"""The logits processors that options ask for: called for `generate()` by the client, and for requests by the gateway.
+"""The logits processors that options ask for, and what they need to know about the text.
 
-transformers has two places for them. *Before* temperature, top-k and their kin: DRY, and FSD, which decides by the
-model's own probabilities and leaves one token, or the row as it is. *Behind* them, if tokens are drawn: top-n-sigma,
-tail-free, XTC, mirostat, in this order, each on what the ones before have left.
+The client calls it for `generate()`, the gateway for requests. transformers has two places for processors. *Before*
+temperature, top-k and the like: DRY, and FSD, which decides by the model's own probabilities. *Behind* them, if tokens
+are drawn: top-n-sigma, tail-free, XTC, mirostat, in this order, each on what the ones before have left.
 """
 
 from collections.abc import Collection, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 from transformers import LogitsProcessor
 
-from swarmllm.decoding.dry import Dry
-from swarmllm.decoding.frustratingly_simple import FrustratinglySimple, RandomSteps
-from swarmllm.decoding.mirostat import Mirostat
+from swarmllm.decoding.methods import (
+    Dry,
+    ExcludeTopChoices,
+    FrustratinglySimple,
+    Mirostat,
+    RandomSteps,
+    TailFree,
+    TopNSigma,
+)
 from swarmllm.decoding.options import DecodingOptions
-from swarmllm.decoding.truncation import ExcludeTopChoices, TailFree, TopNSigma
+
+_texts: "WeakKeyDictionary[Any, list[str]]" = WeakKeyDictionary()
+"""The text of each token, by tokenizer: to decode a large vocabulary takes a second."""
 
 
 def processors_before(
@@ -25,7 +36,7 @@ def processors_before(
     padding: Sequence[int] = (),
     generator: torch.Generator | None = None,
 ) -> list[LogitsProcessor]:
-    """Those before temperature, for texts whose prompts have `start` tokens, `padding` of them before each row."""
+    """The processors before temperature. Prompts have `start` tokens, `padding` of them before each row."""
     value = options.resolved()
     found: list[LogitsProcessor] = []
     if options.is_on("dry_multiplier"):
@@ -44,7 +55,7 @@ def processors_before(
 def processors_behind(
     options: DecodingOptions, *, start: int, generator: torch.Generator | None = None
 ) -> list[LogitsProcessor]:
-    """Those behind temperature and its kin, for texts whose prompts have `start` tokens."""
+    """The processors behind temperature and the like. Prompts have `start` tokens."""
     value = options.resolved()
     found: list[LogitsProcessor] = []
     if options.is_on("top_n_sigma"):
@@ -56,3 +67,20 @@ def processors_behind(
     if options.is_on("mirostat_mode"):
         found.append(Mirostat(value["mirostat_mode"], value["mirostat_tau"], value["mirostat_eta"], start))
     return found
+
+
+def padding_lengths(attention_mask: Tensor | None) -> list[int]:
+    """The number of padding tokens before each row's text, from a `[rows, seq]` mask. Empty: no padding."""
+    if attention_mask is None or attention_mask.ndim != 2:
+        return []
+    lengths: list[int] = (attention_mask != 0).int().argmax(dim=1).tolist()
+    return lengths
+
+
+def tokens_with(strings: Sequence[str], tokenizer: Any) -> frozenset[int]:
+    """All tokens with one of these strings in their text."""
+    texts = _texts.get(tokenizer)
+    if texts is None:
+        ids = [[token] for token in range(len(tokenizer))]
+        texts = _texts[tokenizer] = tokenizer.batch_decode(ids, clean_up_tokenization_spaces=False)
+    return frozenset(token for token, text in enumerate(texts) if any(string in text for string in strings))

@@ -1,7 +1,7 @@
-"""`python -m swarmllm.demo`: a whole swarm on this machine tells a story, and loses a server on the way.
+"""`python -m swarmllm.demo`: a whole swarm on this machine tells a story, and a server is killed on the way.
 
-Three server processes, two of which hold the same blocks. In the middle of the story one that is in use is killed; the
-other takes over, and in the end every token equals the local model's.
+There are three server processes, two of them with the same blocks. In the middle of the story, one of these two is
+killed while it is in use. The other takes over, and in the end every token equals the local model's.
 """
 
 import os
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 KILL_AFTER_TOKENS = 40
-"""In the middle of the story: late enough for caches worth rebuilding."""
+"""In the middle of the story, late enough that caches are worth rebuilding."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
-    """What the demo tells, and with which model."""
+    """The demo's story and model."""
 
     prompt: str = "Once upon a time"
-    """How the story begins."""
+    """The beginning of the story."""
     max_new_tokens: int = 120
-    """How long it gets, in tokens. Assumed: half a screen, a few seconds."""
+    """Length of the story in tokens. Assumed: half a screen, a few seconds."""
     model: str | None = None
     """Hub id or directory; None = the model that comes with swarmllm."""
 
@@ -49,13 +49,13 @@ class DemoConfig:
 
 @dataclass
 class Story:
-    """A streamer for `generate()`: shows the text as it comes and notes when each token came."""
+    """A streamer for `generate()` that prints the text as it comes and notes the time of each token."""
 
     tokenizer: Any
     on_token: Callable[[int], None]
-    """Called after each token with their number so far."""
+    """Called after each token with the number of tokens so far."""
     came_at: list[float] = field(default_factory=list)
-    """Seconds, of each token."""
+    """Seconds of each token."""
 
     def __post_init__(self) -> None:
         from transformers import TextStreamer
@@ -72,7 +72,7 @@ class Story:
         self._prompt_is_over = True
 
     def end(self) -> None:
-        """The story is told."""
+        """The story is over."""
         self._text.end()
 
     def gaps_s(self) -> list[float]:
@@ -80,20 +80,21 @@ class Story:
         return [b - a for a, b in zip(self.came_at, self.came_at[1:], strict=False)]
 
     def usual_gap_s(self) -> float:
-        """Mean time between two tokens, without the longest, in which a server is replaced.
+        """Mean time between two tokens, without the longest gap, in which a server is replaced.
 
-        No median: guesses that are right come in bunches, and most gaps are those inside a bunch.
+        Not the median: right guesses come in bunches, and most gaps are inside a bunch.
         """
         return mean(sorted(self.gaps_s())[:-1])
 
     def longest_wait_s(self, after_tokens: int) -> float:
-        """Longest time without a token after so many; the next may have been computed together with the last."""
+        """Longest time without a token after so many tokens. The next one may have been computed together with the
+        last."""
         return max(self.gaps_s()[after_tokens - 1 :])
 
 
 @dataclass
 class Accident:
-    """The server that was killed: which, after how many tokens, and what the route was before and after."""
+    """The killed server: its blocks, the number of tokens before, and the routes before and after."""
 
     server: LocalServer
     pid: int
@@ -103,7 +104,7 @@ class Accident:
 
 
 def tell_locally(model: str, prompt: str, options: dict[str, Any]) -> tuple["Tensor", float]:
-    """The same story without a swarm: all token ids `[seq]`, and tokens per second."""
+    """Tell the same story without a swarm: all token ids `[seq]`, and tokens per second."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     inputs = AutoTokenizer.from_pretrained(model)(prompt, return_tensors="pt")
@@ -115,7 +116,7 @@ def tell_locally(model: str, prompt: str, options: dict[str, Any]) -> tuple["Ten
 
 
 def run_demo(config: DemoConfig) -> int:
-    """Start, tell, kill, compare; 0 if every token equals the local model's."""
+    """Start, tell, kill, compare. Returns 0 if every token equals the local model's."""
     with Patience(_say) as patience:
         return _run(config, patience)
 
@@ -169,7 +170,7 @@ def _quietly(tell: Callable[[], Any]) -> Any:
 def _tell_in_swarm(
     model: str, config: DemoConfig, options: dict[str, Any], swarm: LocalSwarm, patience: Patience
 ) -> tuple["Tensor", Story, Accident | None]:
-    """The story token by token, and what happened to a server meanwhile."""
+    """Tell the story token by token, and note what happens to a server meanwhile."""
     from transformers import AutoTokenizer
 
     from swarmllm.client.distributed_model import AutoDistributedModel
@@ -214,7 +215,7 @@ def _say_who_serves(snapshot: SwarmSnapshot) -> None:
 
 
 def _describe_accident(accident: Accident, story: Story) -> list[str]:
-    """Which server went, who took over, and how long it took."""
+    """Say which server was killed, who took over, and how long it took."""
     killed = short_peer_id(accident.server.peer_id)
     lost = next(hop.span for hop in accident.route if hop.server.peer_id == accident.server.peer_id)
     before = {hop.server.peer_id for hop in accident.route}
@@ -236,19 +237,19 @@ def _say(text: str) -> None:
 
 
 def build_parser() -> Parser:
-    """A flag for each field of DemoConfig; the prompt needs none."""
+    """A flag for each field of DemoConfig except the prompt."""
     parser = Parser(
         prog="swarmllm demo",
-        description="A whole swarm on this machine tells a story, and loses a server on the way.",
+        description="A swarm on this machine tells a story, and one of its servers is killed.",
         epilog='example:\n  swarmllm demo "Once upon a time"\n',
     )
-    parser.add_argument("prompt", nargs="?", help="how the story begins")
+    parser.add_argument("prompt", nargs="?", help="beginning of the story")
     parser.add_settings(DemoConfig, [DemoConfig], without=["prompt"])
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; the exit code."""
+    """Run the command and return the exit code."""
 
     def run() -> int:
         settings = build_parser().parse_settings(argv)

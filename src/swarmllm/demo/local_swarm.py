@@ -3,12 +3,12 @@
     with LocalSwarm(model, num_servers=2) as swarm:
         AutoDistributedModel.from_pretrained(model, initial_peers=swarm.initial_peers)
 
-Leaves no process behind: servers stop when the swarm is left, and also when this program dies, because they notice the
-end of their standard input.
+It leaves no process behind: servers stop at the end of the `with` block, and also when this program dies, because they
+notice the end of their standard input.
 
-`embedded_model_path` is the small trained model inside the package, which needs no download: a Llama of 8 blocks that
-tells short stories and answers simple questions. examples/embedded_model trained it, and docs/embedded-model.md says
-how well. To swarms it is a directory like any other.
+`embedded_model_path` is the small trained model in the package, which needs no download: a Llama of 8 blocks that tells
+short stories and answers simple questions. examples/embedded_model trained it; docs/embedded-model.md says how good it
+is. Swarms treat it like any other directory.
 """
 
 import contextlib
@@ -31,9 +31,9 @@ from swarmllm.errors import ConfigurationError, PeerTimeoutError, SwarmError
 from swarmllm.files import PrivateDirectory
 
 START_TIMEOUT_S = 120.0
-"""Assumed: importing torch and loading a small model on a machine that is busy with other things."""
+"""Assumed: importing torch and loading a small model on a busy machine takes less."""
 STOP_TIMEOUT_S = 10.0
-"""A server must be gone within this time after SIGTERM (contract)."""
+"""Longest time for a server to end after SIGTERM (contract)."""
 
 SERVER = (sys.executable, "-m", "swarmllm.server")
 
@@ -52,7 +52,7 @@ class LocalServer:
         """The blocks that it serves, once it is ready."""
         self.peer_id = ""
         self.maddrs: list[str] = []
-        """Where it can be joined, once it is ready."""
+        """The addresses for joining through it, once it is ready."""
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         with log_path.open("wb") as log:
             self.process = Popen(
@@ -61,7 +61,7 @@ class LocalServer:
                 stdout=PIPE,
                 stderr=log,
                 text=True,
-                start_new_session=True,  # Ctrl-C in the terminal reaches this program, which stops its servers
+                start_new_session=True,  # Ctrl-C in the terminal reaches only this program, which stops its servers
             )
         self._reader = threading.Thread(target=self._read, name=f"stdout of {self.pid}", daemon=True)
         self._reader.start()
@@ -78,7 +78,7 @@ class LocalServer:
         """Return when the server is online.
 
         Raises:
-            SwarmError: it ended instead; its log says why.
+            SwarmError: it ended instead; its log has the reason.
             PeerTimeoutError: it takes too long.
         """
         while not self.maddrs:
@@ -97,30 +97,30 @@ class LocalServer:
                 self.maddrs = match[1].split()
 
     def tell(self, line: str) -> None:
-        """A line on the server's standard input."""
+        """Write a line to the server's standard input."""
         if self.process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):  # it has ended: `wait_until_ready` says why
+            with contextlib.suppress(BrokenPipeError):  # it has ended: `wait_until_ready` reports the reason
                 self.process.stdin.write(f"{line}\n")
                 self.process.stdin.flush()
 
     def kill(self) -> None:
-        """SIGKILL, and wait for the end: a crash as far as the swarm can see."""
+        """Send SIGKILL and wait for the end: a crash as far as the swarm can see."""
         self.process.kill()
         self._reap()
 
     def stop(self) -> int:
-        """SIGTERM, and wait until it has left politely; its exit code."""
+        """Send SIGTERM and wait until the server has left; return its exit code."""
         self.terminate()
         return self.wait()
 
     def terminate(self) -> None:
-        """SIGTERM, without waiting."""
+        """Send SIGTERM without waiting."""
         if self.alive:
-            self.process.send_signal(signal.SIGCONT)  # a server that was stopped must hear it
+            self.process.send_signal(signal.SIGCONT)  # a server that was stopped by SIGSTOP must hear it
             self.process.terminate()
 
     def wait(self) -> int:
-        """Wait for the end after `terminate()`; a server that doesn't manage is killed."""
+        """Wait for the end after `terminate()`. Kills a server that takes too long."""
         try:
             self.process.wait(STOP_TIMEOUT_S)
         except TimeoutExpired:
@@ -144,7 +144,7 @@ class LocalServer:
 
     def _last_log_lines(self) -> str:
         lines = self.log_path.read_text(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it said nothing"
+        return lines[-1] if lines else "it printed nothing"
 
 
 class LocalSwarm:
@@ -176,11 +176,11 @@ class LocalSwarm:
 
     @property
     def initial_peers(self) -> list[str]:
-        """Addresses of all servers that are alive."""
+        """Addresses of all running servers."""
         return [maddr for server in self.servers if server.alive for maddr in server.maddrs]
 
     def add_server(self, span: tuple[int, int] | None = None, **options: object) -> LocalServer:
-        """One more server, for `span` or (with `num_blocks=N`) where the swarm lacks it most.
+        """Add a server for `span` or, with `num_blocks=N`, for the blocks that need it most.
 
         Returns when it is online.
         """
@@ -189,11 +189,11 @@ class LocalSwarm:
         return server
 
     def start(self) -> Self:
-        """Start all servers and wait until they are online; `with` does it."""
+        """Start all servers and wait until they are online. `with` does this."""
         self._directory = PrivateDirectory()
         try:
             first = self._start(self._spans[0], [], {})
-            # Start them all now, and name the first one's address when it is known: most of a start is importing.
+            # Start all servers now, and send the first one's address when it is known: most of a start is importing.
             others = [self._start(span, ["-"], {}) for span in self._spans[1:]]
             first.wait_until_ready()
             for server in others:
@@ -206,7 +206,7 @@ class LocalSwarm:
         return self
 
     def stop(self) -> None:
-        """Stop all servers; harmless when done twice."""
+        """Stop all servers. Harmless if called twice."""
         for server in self.servers:
             server.terminate()
         if self.servers:
@@ -254,10 +254,10 @@ class LocalSwarm:
 
 
 def embedded_model_path() -> str:
-    """Directory of the embedded checkpoint, for every `from_pretrained` and `--model`."""
+    """Directory of the embedded checkpoint, for `from_pretrained` and `--model`."""
     return str(_DIRECTORY)
 
 
 def embedded_heldout_texts() -> list[str]:
-    """Documents that the embedded model was not trained on, for measuring perplexity; about 50 KB in all."""
+    """Documents that the embedded model was not trained on, for measuring perplexity. About 50 KB in all."""
     return (_DIRECTORY / "heldout.txt").read_text(encoding="utf-8").rstrip("\n").split("\n\n")

@@ -291,11 +291,11 @@ class CallsSoFar:
 class CallReader:
     """Splits one answer into text and calls, as it comes.
 
-    A text that was recognized as a call stays one: its arguments are given on as the model writes them.
+    A text that was recognized as a call stays one: its arguments are passed on as the model writes them.
     """
 
     def __init__(self, form: CallForm, schemas: Schemas, *, most: int | None = None) -> None:
-        """`most`: calls to give on."""
+        """`most`: calls that are passed on at most."""
         self._form, self._schemas, self._most = form, schemas, most
         self._held = ""
         self._begun = self._has_said = False
@@ -368,7 +368,7 @@ class ReasoningReader:
         """None: not known yet."""
         self._held = ""
         self._written = False
-        """A part of the current thoughts or text has been given on."""
+        """A part of the current thoughts or text has been passed on."""
 
     def take(self, text: str, *, last: bool) -> tuple[str, str]:
         """Add text; returns the (thoughts, text) that are certain now. `last`: no more text comes."""
@@ -456,7 +456,7 @@ class HarmonyReader:
     """Reads the messages and channels of gpt-oss."""
 
     def __init__(self, *, most: int | None = None, has_begun: bool = False) -> None:
-        """`most`: calls to give on. `has_begun`: the prompt ends within the answer itself."""
+        """`most`: calls that are passed on at most. `has_begun`: the prompt ends within the answer itself."""
         self._most = most
         self._held = ""
         self._kind: Literal["thoughts", "said", "call"] | None = "said" if has_begun else None

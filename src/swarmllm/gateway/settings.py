@@ -87,18 +87,19 @@ class GatewayConfig(OfferedModels, ClientConfig, GatewayLimits):
     """File with one API key per line. All APIs need a key then; pages, /health, /metrics and /api/swarm don't. None =
     no keys."""
     lenient: bool = False
-    """Ignore fields of requests that the gateway doesn't know, instead of refusing them by name."""
+    """Ignore unknown fields of requests. Otherwise they are refused by name."""
     requests_per_minute: int | None = None
-    """Most requests per minute of one key, or of one address if there are no keys. None = no limit."""
+    """Most requests per minute of one key. Without keys, of one address. None = no limit."""
     cors_origins: tuple[str, ...] = ()
-    """Origins (`https://…`, or `*`) of other web pages that may use the API. None by default."""
+    """Origins of other web pages that may use the API. Give them like `https://example.org`, or `*`. None by
+    default."""
     allowed_hosts: tuple[str, ...] = ()
-    """Names of this gateway besides the machine's own, such as a proxy's. It answers under localhost and, off loopback,
-    under addresses in numbers and the machine's own name; give other names here. `*`: any name, even one that a hostile
-    page has made up."""
+    """Names of this gateway besides the machine's own. It answers under localhost and, off loopback, under
+    addresses in numbers and the machine's own name; give other names here, such as a proxy's. `*`: any name,
+    even one that a hostile page has made up."""
     picture_hosts: tuple[str, ...] = ()
-    """Hosts from which pictures in chats are fetched, such as `example.org` or `10.0.0.5:8000`; `*`: any host with a
-    public address, on ports 80 and 443. Without it, pictures come as data URLs only."""
+    """Hosts from which pictures in chats are fetched. Give them like `example.org` or `10.0.0.5:8000`; `*`: any
+    host with a public address, on ports 80 and 443. Without it, pictures come as data URLs only."""
     stop_on_stdin_eof: bool = field(default=False, metadata={"hidden": True})
     """Stop when standard input closes, so that it ends with the program that started it."""
 

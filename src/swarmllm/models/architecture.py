@@ -33,7 +33,7 @@ from swarmllm.errors import SwarmError, UnsupportedModelError
 UNSEEN = "it generates no text step by step, and its blocks were not seen to give the numbers of the local model"
 NO_TEXT = "it takes images, audio or video in place of text; a text model that is a part of it may work alone"
 MULTIMODAL = "its text model is given more of images, audio or video than embeddings; its text model alone may be"
-UNHEARD = "it hears by an encoder whose blocks were not seen to give the numbers of the local model"
+UNHEARD = "it takes audio by an encoder whose blocks were not seen to give the numbers of the local model"
 UNREAD = "it is no encoder-decoder that generates text from text or sound in transformers"
 _ATTENDS = "its text model attends to pictures in blocks of its own, which servers aren't given"
 _LOOKS = "its text model takes pictures itself, besides embeddings"
@@ -73,12 +73,12 @@ ENCODERS = frozenset(
 )
 """Encoders whose blocks were seen to be exact (`tests/numerics/test_task_classes.py`): forward without a KV cache."""
 
-HEARING = frozenset({"moonshine", "speech_to_text", "whisper"})
-"""Encoder-decoders that take sound, whose blocks were seen to be exact (`tests/numerics/test_hearing_models.py`).
-Nothing happens between those of their encoders."""
+WITH_AUDIO = frozenset({"moonshine", "speech_to_text", "whisper"})
+"""Encoder-decoders with audio whose blocks were seen to be exact (`tests/numerics/test_architectures.py`). Nothing
+happens between the blocks of their encoders."""
 
 EXACT_WITH: dict[str, dict[str, object]] = {"bigbird_pegasus": {"attention_type": "original_full"}}
-"""Settings of a config with which the sweep shows an architecture exact that is refused otherwise."""
+"""Settings of a config that make an architecture exact that is refused otherwise, as the sweep shows."""
 
 REFUSED_ARCHITECTURES: dict[str, str] = {
     **dict.fromkeys(("bert-generation", "big_bird", "xlm", "xmod"), UNSEEN),
@@ -129,7 +129,7 @@ REFUSED_ARCHITECTURES: dict[str, str] = {
 }
 
 MOST_PADDING = 16
-"""Entries that a table of positions may have beyond those of texts: 2 in OPT and RoBERTa. Assumed."""
+"""Most entries of a table of positions besides those of texts: 2 in OPT and RoBERTa. Assumed."""
 _LENGTHS = (
     *("max_position_embeddings", "max_seq_len", "max_target_positions"),
     *("max_decoder_position_embeddings", "max_encoder_position_embeddings"),
@@ -137,12 +137,12 @@ _LENGTHS = (
 
 
 class Task(Enum):
-    """What a model's head is for; the value says it to users."""
+    """The task of a model's head; users see the value."""
 
     CAUSAL_LM = "causal language model"
     SEQ_TO_SEQ_LM = "encoder-decoder language model"
-    SPEECH_SEQ_TO_SEQ = "model that hears"
-    IMAGE_TEXT_TO_TEXT = "model that sees"
+    SPEECH_SEQ_TO_SEQ = "model with audio"
+    IMAGE_TEXT_TO_TEXT = "model with vision"
     SEQUENCE_CLASSIFICATION = "sequence classification model"
     TOKEN_CLASSIFICATION = "token classification model"
     QUESTION_ANSWERING = "question answering model"
@@ -161,7 +161,7 @@ TASK_TAGS = {
     Task.MASKED_LM: "fill-mask",
     Task.FEATURES: "feature-extraction",
 }
-"""What the hub calls them."""
+"""The hub's names of tasks."""
 
 
 _MAPPINGS = {
@@ -179,7 +179,7 @@ _MAPPINGS = {
 
 @dataclass(frozen=True)
 class BlockList:
-    """Where the blocks of a model are: `getattr(owner, attribute) is blocks`."""
+    """The place of a model's blocks: `getattr(owner, attribute) is blocks`."""
 
     owner: nn.Module
     attribute: str
@@ -193,20 +193,20 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 @dataclass(frozen=True)
 class Stack:
-    """A part of the model that loops over blocks: all of them, or those of the encoder, or of the decoder."""
+    """A part of the model that loops over blocks: all of them, or those of the encoder or the decoder."""
 
     role: str
     """ "encoder", "decoder", or "" where there is but one."""
     span: Span
-    """Its blocks, as they are numbered in the whole model: those of the encoder come first."""
+    """The numbers of its blocks in the whole model; the encoder's come first."""
 
 
 @contextmanager
 def as_config_says(path: str) -> Iterator[None]:
-    """Within, transformers does what a stranger's file says: whatever it raises about that becomes one sentence.
+    """Within: transformers obeys a stranger's file; any error about the file becomes one sentence.
 
     Raises:
-        UnsupportedModelError: it can't be done.
+        UnsupportedModelError: transformers can't obey it.
     """
     try:
         yield
@@ -287,7 +287,7 @@ def _first_list(stack: nn.Module) -> nn.ModuleList:
 
 
 def check_supported(config: PreTrainedConfig) -> None:
-    """Refuse what is known not to give the numbers of the local model.
+    """Refuse models that are known not to give the numbers of the local model.
 
     Raises:
         UnsupportedModelError: with the reason.
@@ -298,33 +298,33 @@ def check_supported(config: PreTrainedConfig) -> None:
     if (reason := REFUSED_ARCHITECTURES.get(name)) and not is_exact:
         raise UnsupportedModelError(f"{name} can't be split over servers: {reason}")
     if config.is_encoder_decoder:
-        if type(config) not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING and not hears(config):
+        if type(config) not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING and not has_audio(config):
             reason = UNHEARD if type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING else UNREAD
             raise UnsupportedModelError(f"{name} can't be split over servers: {reason}")
         return
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not is_encoder(config) and not sees(config):
-        reason = NO_TEXT if _sees_or_hears(config) else UNSEEN
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not is_encoder(config) and not has_vision(config):
+        reason = NO_TEXT if _has_vision_or_audio(config) else UNSEEN
         raise UnsupportedModelError(f"{name} can't be split over servers: {reason}")
 
 
-def _sees_or_hears(config: PreTrainedConfig) -> bool:
-    """Whether it is made of several models, or of one that isn't for text."""
+def _has_vision_or_audio(config: PreTrainedConfig) -> bool:
+    """True if the model consists of several models, or isn't for text."""
     cls = MODEL_MAPPING.get(type(config), None)
     return bool(config.sub_configs) or getattr(cls, "main_input_name", "input_ids") != "input_ids"
 
 
 def is_encoder(config: PreTrainedConfig) -> bool:
-    """Whether positions see later ones, so that there is no KV cache and nothing to generate."""
+    """True if positions attend to later ones: there is no KV cache and nothing to generate."""
     return config.model_type in ENCODERS and not getattr(config, "is_decoder", False)
 
 
-def hears(config: PreTrainedConfig) -> bool:
-    """Whether the model takes sound, of which its encoder makes what enters the encoder's blocks."""
-    return config.is_encoder_decoder and config.model_type in HEARING
+def has_audio(config: PreTrainedConfig) -> bool:
+    """True if the model takes audio; its encoder makes the inputs of the encoder's blocks from it."""
+    return config.is_encoder_decoder and config.model_type in WITH_AUDIO
 
 
-def sees(config: PreTrainedConfig) -> bool:
-    """Whether the model takes pictures, so that its text model is a part of it."""
+def has_vision(config: PreTrainedConfig) -> bool:
+    """True if the model takes pictures; its text model is a part of it."""
     return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and not config.is_encoder_decoder
 
 
@@ -336,13 +336,13 @@ def task_class(config: PreTrainedConfig, task: Task) -> type[PreTrainedModel]:
     """
     check_supported(config)
     mapping = _MAPPINGS[task]
-    if hears(config) != (task == Task.SPEECH_SEQ_TO_SEQ) and (hears(config) or type(config) in mapping):
-        name, text = config.model_type, "reads, of which the blocks that hear were not seen to be exact"
-        kind, way = ("hears", "SpeechSeq2Seq") if hears(config) else (text, "Seq2SeqLM")
+    if has_audio(config) != (task == Task.SPEECH_SEQ_TO_SEQ) and (has_audio(config) or type(config) in mapping):
+        name, text = config.model_type, "takes text, or audio by blocks that were not seen to be exact"
+        kind, way = ("takes audio", "SpeechSeq2Seq") if has_audio(config) else (text, "Seq2SeqLM")
         raise UnsupportedModelError(f"{name} is a model that {kind}: use AutoDistributedModelFor{way}")
     if config.is_encoder_decoder and task in (Task.CAUSAL_LM, Task.TOKEN_CLASSIFICATION, Task.FEATURES):
         raise UnsupportedModelError(
-            f"{config.model_type} is an encoder-decoder, of which servers run both stacks: use "
+            f"{config.model_type} is an encoder-decoder; servers run both of its stacks: use "
             "AutoDistributedModelForSeq2SeqLM, AutoDistributedModel, or the class for a sequence's class or for answers"
         )
     if is_encoder(config) and task == Task.CAUSAL_LM:
@@ -352,9 +352,9 @@ def task_class(config: PreTrainedConfig, task: Task) -> type[PreTrainedModel]:
         )
     cls, whole = (all_of.get(type(config), None) for all_of in (mapping, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING))
     has_head = cls is not None and task not in (Task.CAUSAL_LM, Task.FEATURES)
-    if sees(config) and cls is not whole and not has_head:
+    if has_vision(config) and cls is not whole and not has_head:
         raise UnsupportedModelError(
-            f"{config.model_type} is a model that sees: use AutoDistributedModelForImageTextToText or "
+            f"{config.model_type} is a model with vision: use AutoDistributedModelForImageTextToText or "
             "AutoDistributedModel"
         )
     if type(config) not in mapping:
@@ -370,15 +370,15 @@ def blocks_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
         UnsupportedModelError: it can't be split.
     """
     if config.is_encoder_decoder:
-        return task_class(config, Task.SPEECH_SEQ_TO_SEQ if hears(config) else Task.SEQ_TO_SEQ_LM)
-    if sees(config):
+        return task_class(config, Task.SPEECH_SEQ_TO_SEQ if has_audio(config) else Task.SEQ_TO_SEQ_LM)
+    if has_vision(config):
         return task_class(config, Task.IMAGE_TEXT_TO_TEXT)
     return task_class(config, Task.FEATURES if is_encoder(config) else Task.CAUSAL_LM)
 
 
 def task_of(config: PreTrainedConfig) -> Task:
-    """What the checkpoint was saved for: a causal language model, unless it says otherwise."""
-    if sees(config) and not config.is_encoder_decoder:
+    """The task that the checkpoint was saved for: a causal language model, unless it says otherwise."""
+    if has_vision(config) and not config.is_encoder_decoder:
         return Task.IMAGE_TEXT_TO_TEXT
     with as_config_says(config.name_or_path):
         name = (config.architectures or [""])[0]
@@ -387,12 +387,12 @@ def task_of(config: PreTrainedConfig) -> Task:
         if type(config) in mapping and mapping[type(config)].__name__ == name:
             return task
     if config.is_encoder_decoder:
-        return Task.SPEECH_SEQ_TO_SEQ if hears(config) else Task.SEQ_TO_SEQ_LM
+        return Task.SPEECH_SEQ_TO_SEQ if has_audio(config) else Task.SEQ_TO_SEQ_LM
     return Task.FEATURES if is_encoder(config) else Task.CAUSAL_LM
 
 
 def stored_prefix(config: PreTrainedConfig) -> str:
-    """What the class that the checkpoint was saved for calls the stack in the names of tensors."""
+    """The prefix of the stack's tensors in the class that the checkpoint was saved for."""
     cls = _MAPPINGS[task_of(config)].get(type(config), None)
     return str(getattr(cls, "base_model_prefix", ""))
 
@@ -416,7 +416,7 @@ def stack_module(model: PreTrainedModel, stack: Stack) -> PreTrainedModel:
 
 def stack_root(model: PreTrainedModel, stack: Stack) -> nn.Module:
     """The module in which the blocks of that stack are looked for, so that a tower's are not taken for them."""
-    root: nn.Module = stack_module(model, stack) if stack.role or sees(model.config) else model
+    root: nn.Module = stack_module(model, stack) if stack.role or has_vision(model.config) else model
     return root
 
 
@@ -448,7 +448,7 @@ def find_blocks(model: PreTrainedModel, stack: Stack | None = None) -> BlockList
 
 
 def cache_argument(stack: nn.Module) -> str:
-    """How the stack's forward names its cache: mamba-like models differ."""
+    """The name of the cache in the stack's forward: mamba-like models differ."""
     parameters = inspect.signature(stack.forward).parameters
     return "cache_params" if "cache_params" in parameters else "past_key_values"
 
@@ -463,7 +463,8 @@ def max_positions(stack: PreTrainedModel) -> int | None:
 
 
 def _length_of(stack: PreTrainedModel) -> int | None:
-    """Positions of a text, by any of the names that configs have for them: the first of which the stack has a table."""
+    """Positions of a text, by any of the names that configs have for them: the first name for which the stack has a
+    table."""
     config = text_config(stack.config)
     stated = (getattr(config, name, None) for name in _LENGTHS)
     found = [length for length in stated if isinstance(length, int) and length > 0]

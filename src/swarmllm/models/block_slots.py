@@ -1,20 +1,20 @@
-"""The block list of a model of which only some blocks are here.
+"""The block list of a model that has only some of its blocks.
 
-The model's own forward keeps looping over all blocks, so that layer indices, layer types and everything that it does
-between blocks stay right. What it meets in that loop, for a call of blocks [c, d):
+The model's own forward still loops over all blocks, so that layer indices, layer types and everything between blocks
+stay right. In a call of blocks [c, d), the loop meets:
 
     blocks 0 … c-1    placeholders, which return their input
-    block c           the real block, but fed with the hidden states that came from elsewhere
+    block c           the real block, but its input is replaced by the given hidden states
     blocks … d-1      real blocks
     block d           takes the result and ends the forward (or block N-1 itself does, if d == N)
 
-Stopping at the *entry* of block d leaves work between two blocks to exactly one server: the one of the first block.
-Used by `BlockSpan` and `load_block_span`; knows nothing of caches and devices.
+The forward stops at the *entry* of block d. So the work between two blocks is done by exactly one server, the server of
+the first block. Used by `BlockSpan` and `load_block_span`; knows no caches and devices.
 
-Some models hand what their first block has made from block to block: T5's table of relative positions. A block makes
-it itself if it has the same module and the same flags set, so a server without the first block reads that one module
-of it (`only_in_first`). It is found by comparing blocks, whatever the names; `span/probes` would refuse blocks that
-come out differently.
+In some models the first block makes something that is handed from block to block: T5's table of relative positions.
+Another block makes it itself if it has the same module and the same flags set. So a server without the first block
+reads that one module of it (`only_in_first`). It is found by comparing blocks, whatever its name; `span/probes` would
+refuse blocks with other results.
 """
 
 import inspect
@@ -37,7 +37,7 @@ Observer = Callable[[int, Tensor], None]
 
 
 Recorder = Callable[[int, Callable[[], Any]], Any]
-"""Called with (block index, a call of that block) for each real block; returns what the block has returned."""
+"""Called with (block index, a call of that block) for each real block; returns the block's result."""
 
 
 class BlockSlots(nn.ModuleList):
@@ -51,17 +51,17 @@ class BlockSlots(nn.ModuleList):
             self.add_module(str(block_idx - first), blocks[block_idx - first])
         self.hosted = hosted
         self.given: Sequence[Given] = ()
-        """What only the model's first block has, and does for all others."""
+        """Modules and flags that only the model's first block has, and uses for all others."""
         self.source_dim = 0
         """Width of an encoder's outputs that the blocks attend to; 0: there are none."""
         self.block_output = 0
-        """`BlockTraits.block_output`: what the placeholders have to return."""
+        """`BlockTraits.block_output`: the number of results of a placeholder."""
         self.hidden: Tensor | None = None
         self.output: Tensor | None = None
         self.result: Any = None
         """All that the last wanted block returned."""
         self.extras: tuple[Any, ...] | None = None
-        """What placeholders return besides hidden states; None = nothing but None (the probes try other values)."""
+        """Results of placeholders besides hidden states; None: only None (the probes try other values)."""
         self._placeholders = [_Placeholder(self, block) for block in blocks]
         self._routes: dict[Span, list[Any]] = {}
         self._entries: list[Any] = self._list(hosted)
@@ -103,7 +103,7 @@ class BlockSlots(nn.ModuleList):
         self._entries = self._routes[span]
 
     def begin_preamble(self) -> None:
-        """Prepare a forward that stops where the first hosted block would begin; `end` gives what would enter it."""
+        """Prepare a forward that stops where the first hosted block would begin; `end` returns that block's input."""
         self.hidden, self.output = None, None
         start = self.hosted.start - self.first
         self._entries = [*self._placeholders[:start], *(_Exit(self, one.block) for one in self._placeholders[start:])]
@@ -199,14 +199,14 @@ class _Exit(_Slot):
 
 
 class _Last(_Slot):
-    """The last block of the model, or one whose return value is examined."""
+    """The last block of the model, or a block whose return value is examined."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         self.slots.finish(self.block(*args, **kwargs))
 
 
 class _Observed(_Slot):
-    """A real block whose input is reported, for the probes."""
+    """A real block that reports its input, for the probes."""
 
     def __init__(self, slots: BlockSlots, block: Any, block_idx: int, observer: Observer) -> None:
         super().__init__(slots, block)
@@ -218,7 +218,7 @@ class _Observed(_Slot):
 
 
 class _Recorded(_Slot):
-    """A real block whose result is kept for somebody who wants to see it."""
+    """A real block whose call goes through a `Recorder`."""
 
     def __init__(self, slots: BlockSlots, block: Any, block_idx: int, recorder: Recorder) -> None:
         super().__init__(slots, block)
@@ -242,7 +242,7 @@ class Given:
 
 
 def only_in_first(blocks: Sequence[nn.Module]) -> tuple[Given, ...]:
-    """What the first block has and no other one, beside a flag that is set in the first block alone."""
+    """Modules that the first block has and no other block, if a flag is set in the first block alone."""
     found: list[Given] = []
     others = [dict(block.named_modules()) for block in blocks[1:]]
     for path, part in blocks[0].named_modules() if others else ():
@@ -260,7 +260,7 @@ def only_in_first(blocks: Sequence[nn.Module]) -> tuple[Given, ...]:
 
 
 def holder_of(block: nn.Module, given: Sequence[Given]) -> nn.Module:
-    """A module that does nothing but hold those modules of `block` under their names."""
+    """A module that only holds these modules of `block` under their names."""
     root = nn.Module()
     for one in given:
         holder = root
@@ -273,7 +273,8 @@ def holder_of(block: nn.Module, given: Sequence[Given]) -> nn.Module:
 
 
 def give(first: nn.Module, block: nn.Module, given: Sequence[Given]) -> None:
-    """Let a block do itself what `first`, the first block or the holder of its modules, would do for it."""
+    """Make a block do by itself what `first` would do for it; `first` is the first block or the holder of its
+    modules."""
     for one in given:
         part = block.get_submodule(one.path)
         part.add_module(one.child, first.get_submodule(one.name))

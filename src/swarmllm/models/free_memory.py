@@ -13,7 +13,8 @@ import torch
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # mallopt(3)
 WHILE_LOADING_BYTES = 256 << 10
 AFTERWARDS_BYTES = 32 << 20
-"""Where glibc's own, moving threshold ends: activations are then reused from the heap instead of faulted in anew."""
+"""The limit that glibc's own, moving threshold ends at: activations are then reused from the heap instead of faulted in
+anew."""
 
 
 @contextlib.contextmanager
@@ -32,7 +33,7 @@ def separate_weights() -> Iterator[None]:
 
 
 def return_free_memory() -> None:
-    """Give back what small things have left on the heap, and what torch keeps of a GPU for its next tensors."""
+    """Give back freed memory of the heap, and memory of a GPU that torch keeps for its next tensors."""
     trim_heap()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()

@@ -14,9 +14,9 @@ from swarmllm.config import FROM_STDIN, ModelConfig, PeerConfig, SwarmConfig, re
 from swarmllm.server.settings import BlocksConfig, ServerConfig, ServerLimits
 
 KERNELS_KEPT = "64"
-"""Shapes of matrix products whose kernels oneDNN keeps, instead of 1024: every other number of tokens is another shape,
-so they only pile up. Measured with all numbers from 1 to 16 by turns: at hidden 512, making them anew costs 2 % of the
-time, with 32 of them 6 %; at hidden 2048 nothing."""
+"""Number of shapes of matrix products whose kernels oneDNN keeps, instead of 1024. Every number of tokens is another
+shape, so kernels only pile up. Measured with all numbers from 1 to 16 in turns: making kernels again costs 2 % of the
+time at hidden 512 (6 % if 32 are kept), and nothing at hidden 2048."""
 
 EXAMPLES = """examples:
   swarmllm server --model M --num_blocks 8 --new_swarm  # first of a network
@@ -41,7 +41,7 @@ def build_parser() -> Parser:
 
 
 def parse_config(argv: Sequence[str] | None) -> ServerConfig:
-    """Flags, on top of `--config FILE` when given, on top of the defaults.
+    """Read the flags, on top of `--config FILE` when given, on top of the defaults.
 
     Raises:
         ConfigurationError, SystemExit(2): they can't work.
@@ -62,12 +62,12 @@ def read_config() -> ServerConfig:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; the exit code."""
+    """Run the command, and return the exit code."""
     return run_server(partial(parse_config, argv))
 
 
 def run_server(read_config: Callable[[], ServerConfig]) -> int:
-    """Serve, with one process for each device if there are several; the exit code."""
+    """Serve, with one process for each device if there are several; return the exit code."""
 
     async def run() -> None:
         config = read_config()
@@ -89,7 +89,7 @@ def run_server(read_config: Callable[[], ServerConfig]) -> int:
 
 
 def end_process(code: int) -> NoReturn:
-    """End it at once: everything has been closed, and taking torch's modules apart would cost another second."""
+    """End the process at once: everything has been closed, and unloading torch's modules would take another second."""
     logging.shutdown()
     sys.stdout.flush()
     os._exit(code)

@@ -30,21 +30,21 @@ from swarmllm.server.downloads import in_background
 logger = logging.getLogger(__name__)
 
 MAX_BYTES_PER_PEER = 256 << 20
-"""At most half of all. Assumed: rank 64 on all linear modules of 20 blocks of a 70B model."""
+"""Bytes of one peer; at most half of all. Assumed: rank 64 on all linear modules of 20 blocks of a 70B model."""
 
 MAX_ADAPTERS = 32
-"""Adapters of one server; their names have to fit into its record."""
+"""Most adapters of one server; their names have to fit into its record."""
 
 MAX_NAME_LENGTH = 128
 MAX_NAMES_BYTES = 3 << 10
-"""Bytes of all names together."""
+"""Most bytes of all names together."""
 
 Stamp = tuple[tuple[int, int], ...]
-"""When a directory's files were changed, and how large they are."""
+"""Modification time and size of each file of a directory."""
 
 
 class AdapterStore:
-    """What was uploaded for the blocks that are served now."""
+    """Adapters that clients have sent, for the blocks that are served now."""
 
     def __init__(self, max_bytes: int = ADAPTERS_BYTES) -> None:
         """`max_bytes` of all peers together: a share of the memory (`CacheRoom`)."""
@@ -53,7 +53,7 @@ class AdapterStore:
         self._adapters: OrderedDict[tuple[str, int], tuple[BlockAdapter, int]] = OrderedDict()
 
     def put(self, peer_id: str, handle: int, adapter: BlockAdapter) -> None:
-        """Keep it, in place of older ones if need be.
+        """Keep an adapter; drop older ones if there is too little room.
 
         Raises:
             ServerOverloadedError: it alone is larger than one peer may have.
@@ -68,7 +68,7 @@ class AdapterStore:
         self._adapters[peer_id, handle] = adapter, num_bytes
 
     def get(self, peer_id: str, handle: int | None) -> BlockAdapter | None:
-        """The adapter that a request names.
+        """Return the adapter that a request names; None if it names none.
 
         Raises:
             BlocksNotServedError: it isn't here.
@@ -92,7 +92,7 @@ class AdapterStore:
 
 @dataclass(frozen=True)
 class _Offer:
-    """One source as it was read last."""
+    """The last state of one adapter: a hub id or a directory."""
 
     stamp: Stamp
     adapter: BlockAdapter | None
@@ -100,28 +100,28 @@ class _Offer:
 
 
 class ServedAdapters:
-    """The adapters on offer; a directory's adapter gets a new name when it changes."""
+    """Adapters that this server offers; a directory's adapter gets a new name when it changes."""
 
     def __init__(
-        self, sources: Sequence[str], checkpoint: Checkpoint, *, token: str | None, cache_dir: str | None
+        self, places: Sequence[str], checkpoint: Checkpoint, *, token: str | None, cache_dir: str | None
     ) -> None:
-        self._sources = sources
+        self._places = places
         self._checkpoint = checkpoint
         self._token, self._cache_dir = token, cache_dir
-        self._offers: Mapping[str, _Offer] = {}  # by source; replaced as a whole
+        self._offers: Mapping[str, _Offer] = {}  # by place (hub id or directory); replaced as a whole
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What is offered now."""
+        """Names of the adapters that are offered now."""
         return tuple(sorted(adapter.name for adapter in _adapters(self._offers).values()))
 
     @property
     def watches(self) -> bool:
-        """Whether anything can change: what comes from the hub stays as it was at the start."""
-        return any(user_path(source).is_dir() for source in self._sources)
+        """True if anything can change: adapters from the hub stay as they were at the start."""
+        return any(user_path(place).is_dir() for place in self._places)
 
     def get(self, name: str) -> BlockAdapter:
-        """The adapter that a request names.
+        """Return the adapter that a request names.
 
         Raises:
             BlocksNotServedError: it isn't offered (any more).
@@ -138,13 +138,13 @@ class ServedAdapters:
             SwarmError: one of them can't be offered; the message says which.
         """
         offers: dict[str, _Offer] = {}
-        for source in self._found():
-            stamp = _stamp(source)
-            offers[source] = _Offer(stamp, self._read(source, blocks, offers))
+        for place in self._found():
+            stamp = _stamp(place)
+            offers[place] = _Offer(stamp, self._read(place, blocks, offers))
         self._offers = offers
 
     async def refresh(self, blocks: BlockSpan) -> bool:
-        """Look into the directories again; whether anything has changed.
+        """Look into the directories again; True if anything has changed.
 
         An adapter that can't be read (any more) stays as it was, and the log says why: perhaps it is half written.
         """
@@ -155,54 +155,54 @@ class ServedAdapters:
 
     def _looked_at_again(self, offers: dict[str, _Offer], blocks: BlockSpan) -> dict[str, _Offer]:
         found = list(self._found())
-        for source in offers.keys() - set(found):
-            logger.info("the adapter %s is gone, and no longer offered", source)
-            del offers[source]
-        for source in found:
-            stamp, known = _stamp(source), offers.get(source)
+        for place in offers.keys() - set(found):
+            logger.info("the adapter %s is gone, and no longer offered", place)
+            del offers[place]
+        for place in found:
+            stamp, known = _stamp(place), offers.get(place)
             if known is not None and known.stamp == stamp:
                 continue
-            offers[source] = _Offer(stamp, None if known is None else known.adapter)
+            offers[place] = _Offer(stamp, None if known is None else known.adapter)
             try:
-                offers[source] = _Offer(stamp, self._read(source, blocks, offers))
+                offers[place] = _Offer(stamp, self._read(place, blocks, offers))
             except SwarmError as error:
                 logger.warning("%s", error)
         return offers
 
-    def _read(self, source: str, blocks: BlockSpan, offers: Mapping[str, _Offer]) -> BlockAdapter:
-        stored = open_adapter(source, self._checkpoint, token=self._token, cache_dir=self._cache_dir)
+    def _read(self, place: str, blocks: BlockSpan, offers: Mapping[str, _Offer]) -> BlockAdapter:
+        stored = open_adapter(place, self._checkpoint, token=self._token, cache_dir=self._cache_dir)
         patches, values = stored.values(blocks.span)
         try:
             adapter = replace(checked(patches, values.to(blocks.device), blocks.slots), name=stored.name)
         except RemoteProtocolError as error:
-            raise WeightsMismatchError(f"the adapter {source} doesn't fit {self._checkpoint.name}: {error}") from None
-        others = [other for key, other in _adapters(offers).items() if key != source]
+            raise WeightsMismatchError(f"the adapter {place} doesn't fit {self._checkpoint.name}: {error}") from None
+        others = [other for key, other in _adapters(offers).items() if key != place]
         plain_name = stored.name.rpartition("@")[0]
         if plain_name in (other.name.rpartition("@")[0] for other in others):
             raise ConfigurationError(f"two adapters are called {plain_name}: rename one")
         if len(others) >= MAX_ADAPTERS:
-            raise ConfigurationError(f"a server can offer {MAX_ADAPTERS} adapters, so it can't offer {source}")
+            raise ConfigurationError(f"a server can offer {MAX_ADAPTERS} adapters, so it can't offer {place}")
         names = [*(other.name for other in others), stored.name]
         if len(stored.name) > MAX_NAME_LENGTH or sum(len(name.encode()) for name in names) > MAX_NAMES_BYTES:
-            raise ConfigurationError(f"the adapter {source} can't be announced: names are too long, so shorten its own")
+            raise ConfigurationError(f"the adapter {place} can't be announced: names are too long, so shorten its own")
         logger.info("offers the adapter %s, which changes %d modules of these blocks", stored.name, len(patches))
         return adapter
 
     def _found(self) -> Iterator[str]:
-        """The sources, and in place of a directory of adapters what is in it."""
-        for source in self._sources:
-            directory = user_path(source)
+        """List hub ids and directories of adapters; a directory of several adapters is replaced by these."""
+        for place in self._places:
+            directory = user_path(place)
             if not directory.is_dir() or any((directory / name).is_file() for name in (CONFIG, WEIGHTS, PICKLE)):
-                yield source
+                yield place
             else:
                 yield from sorted(str(path.parent) for path in directory.glob(f"*/{CONFIG}"))
 
 
 def _adapters(offers: Mapping[str, _Offer]) -> dict[str, BlockAdapter]:
-    return {source: offer.adapter for source, offer in offers.items() if offer.adapter is not None}
+    return {place: offer.adapter for place, offer in offers.items() if offer.adapter is not None}
 
 
-def _stamp(source: str) -> Stamp:
-    files = [user_path(source) / name for name in (CONFIG, WEIGHTS)]
+def _stamp(place: str) -> Stamp:
+    files = [user_path(place) / name for name in (CONFIG, WEIGHTS)]
     stats = [file.stat() for file in files if file.is_file()]
     return tuple((stat.st_mtime_ns, stat.st_size) for stat in stats)

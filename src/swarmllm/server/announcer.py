@@ -29,16 +29,16 @@ logger = logging.getLogger(__name__)
 
 MAX_WAKE_S = MAX_MS / 1e3
 MOST_NAME = 64
-"""Characters of a server's name that others take."""
+"""Most characters of a server's name in a record."""
 
 LOOKS_PER_RENEWAL = 6
-"""Looks at the load between two announcements: one every 5 s with the usual update period."""
+"""Number of looks at the load between two announcements: one every 5 s with the usual update period."""
 LEAST_SHARE = 0.01
-"""Share of the speed that is less than the least which is computed, and more than none."""
+"""Share of the speed that counts as more than none, and less than the smallest share that a server computes."""
 DELAYS_S = (0.0, 1.0, 3.0)
-"""Pauses before each try of the first announcement: on a busy machine, nodes may answer too late once."""
+"""Seconds before each try of the first announcement: on a busy machine, nodes may answer too late once."""
 NOTABLE_QUEUE_MS = 50.0
-"""Queues that are shorter change few routes. Assumed: round trips through the internet are as long."""
+"""Shorter queues change few routes. Assumed: round trips through the internet are as long."""
 
 
 @dataclass(eq=False)
@@ -90,7 +90,8 @@ class OwnRecord:
         return self.loader.device_thread.niceness.announced(self._with_figures(info, serving))
 
     def _host_name(self) -> str:
-        """The host's name, and the end of the peer id: a host may run several servers, and hosts may share a name."""
+        """Return the host's name and the end of the peer id: a host may run several servers, and hosts may share a
+        name."""
         end = self.peer.peer_id[-4:]
         return f"{socket.gethostname()[: MOST_NAME - len(end) - 2]} …{end}"
 
@@ -126,8 +127,11 @@ class OwnRecord:
 
 
 def changed_notably(announced: ServerInfo, now: ServerInfo) -> bool:
-    """Whether clients would choose other routes if they knew: the queue, the free cache or the speed that is left for
-    them doubled or halved, its addresses changed, or another process was seen with its identity."""
+    """True if clients would choose other routes if they knew.
+
+    The queue, the free cache or the speed that is left for them doubled or halved, the addresses changed, or another
+    process was seen with this server's identity.
+    """
     if announced.addrs != now.addrs or announced.identity_shared != now.identity_shared:
         return True
     for before, after, floor in (
@@ -142,7 +146,7 @@ def changed_notably(announced: ServerInfo, now: ServerInfo) -> bool:
 
 
 class Announcer:
-    """`describe` gives what is to be announced at the moment."""
+    """Announces the record that `describe` returns."""
 
     def __init__(
         self, directory: BlockDirectory, record: ModelRecord, describe: Callable[[], ServerInfo], period_s: float
@@ -154,7 +158,7 @@ class Announcer:
         self._announced: ServerInfo | None = None
 
     async def announce(self) -> bool:
-        """Announce once; False (and a line in the log) when the DHT didn't take it."""
+        """Announce once; False (and a line in the log) if the DHT didn't take it."""
         self._announced = self._describe()
         try:
             ttl_s = RECORD_PERIODS * self._period_s
@@ -164,15 +168,15 @@ class Announcer:
             return False
 
     async def introduce(self) -> bool:
-        """Announce what the swarm doesn't know yet, trying a few times; False when the DHT didn't take it."""
+        """Announce this server for the first time, with a few tries; False if the DHT didn't take it."""
         for delay_s in DELAYS_S:
             await asyncio.sleep(delay_s)
             if await self.announce():
                 return True
         return False
 
-    async def run(self) -> None:
-        """Announce for ever."""
+    async def announce_forever(self) -> None:
+        """Announce the record twice per period and after notable changes, for ever."""
         while True:
             for _ in range(LOOKS_PER_RENEWAL):
                 await asyncio.sleep(RENEWAL_PERIODS * self._period_s / LOOKS_PER_RENEWAL)
@@ -181,7 +185,7 @@ class Announcer:
             await self.announce()
 
     async def withdraw(self) -> None:
-        """Take the announcement back."""
+        """Withdraw the announcement."""
         try:
             await self._directory.withdraw(self._record)
         except SwarmError as error:

@@ -29,14 +29,14 @@ logger = logging.getLogger(__name__)
 STOP_TIMEOUT_S = 10.0
 """A server must be gone within this time after SIGTERM (contract)."""
 MAX_WAIT_S = 60.0
-"""Between attempts to start a server again that doesn't get ready. Assumed: a device that has gone may come back."""
+"""Longest pause between attempts to start a server again. Assumed: a device that has gone may come back."""
 ANY_PORT = "/tcp/0"
 
 _JOIN = re.compile(r"^swarmllm: join with --initial_peers (.+)$")
 
 
 def all_devices(config: ServerConfig) -> tuple[str, ...]:
-    """Those that are named; `auto` = all GPUs if there are several, but no more than blocks are asked for.
+    """List the devices to serve with; `auto` = all GPUs if there are several, but no more than blocks are asked for.
 
     With `tensor_parallel`, the devices of each server come one after the other.
 
@@ -55,27 +55,29 @@ def all_devices(config: ServerConfig) -> tuple[str, ...]:
                 "--tensor_parallel, or cpu once"
             )
         return config.device
-    import torch  # which who names devices doesn't need
+    import torch  # not needed if devices are named
 
     num_gpus = torch.cuda.device_count()
     start, end = config.block_indices or (0, config.num_blocks or num_gpus)
     count = min(num_gpus // together, end - start) * together
     if together > 1 and not count:
         if num_gpus:
-            raise ConfigurationError(f"--tensor_parallel {together} needs {together} GPUs, and here is {num_gpus}")
+            raise ConfigurationError(
+                f"--tensor_parallel {together} needs {together} GPUs, but this machine has {num_gpus}"
+            )
         return ("cpu",) * together
     return config.device if count < 2 else tuple(f"cuda:{index}" for index in range(count))
 
 
 def groups_of(devices: Sequence[str], together: int) -> list[tuple[str, ...]]:
-    """The devices of each server."""
+    """Group the devices by server."""
     return [tuple(devices[start : start + together]) for start in range(0, len(devices), together)]
 
 
 def of_each_device(config: ServerConfig, devices: Sequence[str]) -> list[ServerConfig]:
-    """What the server of each device, or of each few, is told: its share of the blocks, own identity and own ports.
+    """Make the settings of each server: its device or devices, its share of the blocks, its own identity and ports.
 
-    Shares are even, or what `device_map` says.
+    Shares are even, or those of `device_map`.
 
     Raises:
         ConfigurationError: there are too few blocks, or a setting can't be for several servers.
@@ -86,14 +88,14 @@ def of_each_device(config: ServerConfig, devices: Sequence[str]) -> list[ServerC
         raise ConfigurationError(f"{num_blocks} blocks can't be split between {count} devices: name fewer")
     if config.announce_maddrs and count > 1:
         raise ConfigurationError(
-            "announce_maddrs can't be of several servers: name one --device, and start one for each"
+            "announce_maddrs can't belong to several servers: name one --device, and start a server for each"
         )
     if not all(maddr.endswith(ANY_PORT) for maddr in config.host_maddrs) and count > 1:
         raise ConfigurationError(
             f"each device needs a port of its own: end --host_maddrs in {ANY_PORT}, and give the first one's by --port"
         )
     if config.port and config.metrics_port and abs(config.port - config.metrics_port) < count:
-        raise ConfigurationError("ports and metrics ports of the devices meet as they count up: choose others")
+        raise ConfigurationError("ports and metrics ports of the devices overlap: choose others")
     shares = [share for _, share in config.blocks_by_device] or _even_shares(num_blocks or 0, count)
     ends = list(itertools.accumulate(shares, initial=config.block_indices[0] if config.block_indices else 0))
     machine = uuid.uuid4().hex[:16]
@@ -119,7 +121,7 @@ def _even_shares(total: int, count: int) -> list[int]:
 
 
 def _identity_path(path: str | None, index: int) -> str | None:
-    """The file of the identity that device `index` has; those after the first come from the first one's."""
+    """Return the identity file of device `index`; identities after the first one are derived from it."""
     if path is None or index == 0:
         return path
     derived, own = Identity.load_or_create(path).derived(f"device {index}"), user_path(f"{path}.{index}")
@@ -133,7 +135,7 @@ def _identity_path(path: str | None, index: int) -> str | None:
 async def serve_devices(config: ServerConfig, devices: Sequence[str]) -> None:
     """Run a server for each device until SIGINT, SIGTERM, or (if asked for) the end of standard input.
 
-    One that ends is started again, if it has ever been ready.
+    A server that ends is started again if it was ready before.
 
     Raises:
         SwarmError: one can't start; all others have ended, too.
@@ -149,7 +151,7 @@ async def serve_devices(config: ServerConfig, devices: Sequence[str]) -> None:
     async def run() -> None:
         async with asyncio.TaskGroup() as tasks:
             for server in servers:
-                tasks.create_task(server.run(), name=f"server of {server.name}")
+                tasks.create_task(server.keep_running(), name=f"server of {server.name}")
                 await server.ready.wait()
 
     try:
@@ -159,19 +161,19 @@ async def serve_devices(config: ServerConfig, devices: Sequence[str]) -> None:
 
 
 class _DeviceServer:
-    """The process of one device, or of some that compute together, again and again."""
+    """The server process of one device, or of some that compute together; it is started again and again."""
 
     def __init__(self, name: str, config: ServerConfig, servers: "Sequence[_DeviceServer]") -> None:
-        """`servers` are those of all devices."""
+        """`servers` are the servers of all devices."""
         self.name = name
         self.maddrs: tuple[str, ...] = ()
-        """Where it can be joined, while it is ready."""
+        """Addresses at which it can be joined, while it is ready."""
         self.ready = asyncio.Event()
-        """It has been ready."""
+        """Set when it has been ready."""
         self._config, self._servers = config, servers
 
-    async def run(self) -> None:
-        """Start it whenever it isn't there.
+    async def keep_running(self) -> None:
+        """Start the process, and start it again when it ends.
 
         Raises:
             SwarmError: it ended before it was ready for the first time.
@@ -181,14 +183,14 @@ class _DeviceServer:
             code = await self._run_once()
             if not self.ready.is_set():
                 kind = ConfigurationError if code == 2 else SwarmError
-                raise kind(f"the server of {self.name} ended before it was ready (exit code {code}): see what it said")
+                raise kind(f"the server of {self.name} ended before it was ready (exit code {code}): see its log")
             wait_s = 1.0 if self.maddrs else min(2 * wait_s, MAX_WAIT_S)
             self.maddrs = ()
             logger.warning("the server of %s ended (exit code %d): it starts again in %.0f s", self.name, code, wait_s)
             await asyncio.sleep(wait_s)
 
     def _settings(self) -> ServerConfig:
-        """It joins by the others that are ready, if there are any."""
+        """The settings, with the other ready servers as initial peers."""
         peers = tuple(maddr for server in self._servers for maddr in server.maddrs)
         if not peers:
             return self._config
@@ -196,11 +198,11 @@ class _DeviceServer:
         return replace(self._config, initial_peers=(*named, *peers), peers_beside=not named, new_swarm=False)
 
     async def _run_once(self) -> int:
-        """Its exit code. Ends it if cancelled."""
+        """Run the process once, and return its exit code; end it if cancelled."""
         starting = asyncio.create_task(_start())
         try:
             process = await asyncio.shield(starting)
-        except asyncio.CancelledError:  # asyncio would wait there for all that hold its pipes
+        except asyncio.CancelledError:  # asyncio would wait for all processes that hold its pipes
             process = await starting
             await _end(process)
             _close_pipes(process)
@@ -208,13 +210,15 @@ class _DeviceServer:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
-        process.stdin.write(json.dumps(asdict(self._settings())).encode() + b"\n")  # nobody else sees what is secret
+        process.stdin.write(
+            json.dumps(asdict(self._settings())).encode() + b"\n"
+        )  # secrets stay between the two processes
         reading = asyncio.create_task(self._pass_on(process.stdout, process.stderr))
         try:
             await asyncio.shield(reading)
         finally:
             await _end(process)
-            await asyncio.wait({reading}, timeout=1.0)  # what it has said last
+            await asyncio.wait({reading}, timeout=1.0)  # its last lines
             reading.cancel()
             _close_pipes(process)
         return await process.wait()
@@ -245,7 +249,7 @@ async def _start() -> asyncio.subprocess.Process:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Let it leave politely, if it hasn't ended."""
+    """Ask the process to leave, and kill it if it doesn't."""
     with suppress(ProcessLookupError):
         process.terminate()
     try:
@@ -253,17 +257,17 @@ async def _end(process: asyncio.subprocess.Process) -> None:
             await process.wait()
     except TimeoutError:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # its group: `wait` lasts while anybody holds the pipes
+            os.killpg(process.pid, signal.SIGKILL)  # its group: `wait` lasts while a process holds the pipes
         await process.wait()
 
 
 def _close_pipes(process: asyncio.subprocess.Process) -> None:
-    """Processes that it has started may still hold the other ends. asyncio has no public name for this."""
+    """Close the pipes: other processes may still hold their ends. asyncio has no public name for this."""
     process._transport.close()  # type: ignore[attr-defined]
 
 
 async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
-    """However long they are."""
+    """Read lines of any length."""
     rest = b""
     while chunk := await stream.read(1 << 16):
         *lines, rest = (rest + chunk).split(b"\n")

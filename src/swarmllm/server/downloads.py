@@ -1,6 +1,7 @@
-"""What may take minutes beside the event loop, and keeps no process from ending: downloads and looks at files.
+"""Run calls that may take minutes (downloads, looks at files) without blocking the event loop or the end of the
+process.
 
-asyncio's own threads (`to_thread`) are waited for when the loop ends, so that Ctrl-C would wait for the hub.
+asyncio waits for its own threads (`to_thread`) when the loop ends, so Ctrl-C would wait for the hub.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ T = TypeVar("T")
 
 
 async def in_background(call: Callable[[], T]) -> T:
-    """The value of `call()`, run in a thread of its own; if this is cancelled, or the process ends, nobody waits."""
+    """Run `call()` in a thread of its own, and return its value. If this is cancelled, the thread goes on alone."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
@@ -29,7 +30,7 @@ async def in_background(call: Callable[[], T]) -> T:
         outcome: tuple[T | None, BaseException | None]
         try:
             outcome = call(), None
-        except BaseException as error:  # noqa: BLE001  raised where it is waited for
+        except BaseException as error:  # noqa: BLE001  raised where it is awaited
             outcome = None, error
         with suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(settle, *outcome)

@@ -1,6 +1,6 @@
-"""What a server with `--metrics_port` tells Prometheus: how busy it is and what it has done, read when it is asked.
+"""Metrics for Prometheus (`--metrics_port`): how busy this server is and how much it has done, read on each request.
 
-`server/server` runs `serve_metrics` as one of its tasks. Counting costs nothing: the numbers are kept anyway.
+`server` runs `serve_metrics` as one of its tasks. Counting costs nothing: the numbers are kept anyway.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class ServerMetrics(Collector):
-    """Reads a running server."""
+    """Reads the figures of a running server."""
 
     def __init__(self, record: OwnRecord) -> None:
         self._record, self._access, self._device_thread = record, record.access, record.loader.device_thread
@@ -42,7 +42,7 @@ class ServerMetrics(Collector):
             "dtype": info.dtype,
             "version": info.version,
         }
-        yield InfoMetricFamily("swarmllm_server", "What this server serves.", value=about)
+        yield InfoMetricFamily("swarmllm_server", "Blocks and settings of this server.", value=about)
         for name, text, value in self._now(info):
             yield GaugeMetricFamily(f"swarmllm_server_{name}", text, value=value)
         for name, text, value in self._so_far():
@@ -54,28 +54,28 @@ class ServerMetrics(Collector):
         load, sessions, pages = self._device_thread.load, self._sessions, self._pages
         budget = CacheBudget(0) if sessions is None else sessions.budget
         yield "blocks", "Blocks served.", info.end - info.start
-        yield "throughput_tokens_per_second", "Announced: tokens through the whole span.", info.throughput
+        yield "throughput_tokens_per_second", "Announced speed: tokens through the whole span.", info.throughput
         yield "streams", "Streams of clients and other servers.", self._access.limits.num_streams()
-        yield "relayed_streams", "Of them, those through relays.", self._record.peer.num_relayed_streams
+        yield "relayed_streams", "Streams through relays.", self._record.peer.num_relayed_streams
         yield "sessions", "Sessions with a KV cache.", 0 if sessions is None else len(sessions)
-        yield "queued_calls", "Steps and batches that wait or are computed.", self._device_thread.num_calls
+        yield "queued_calls", "Steps and requests that wait or are computed.", self._device_thread.num_calls
         yield "queue_ms", "Smoothed time that a step waits for its turn.", load.queue_ms
         p95 = self._device_thread.step_ms_p95
-        yield "step_ms_p95", "Within which 95 % of the last 512 decode steps were ready.", p95
+        yield "step_ms_p95", "Time within which 95 % of the last 512 decode steps were ready.", p95
         yield "batch_size", "Smoothed number of sessions in one forward.", load.batch_size
         yield "cache_bytes", "Room for KV caches.", budget.offered_bytes
-        yield "cache_leased_bytes", "Of it, set aside for sessions.", budget.leased_bytes
-        yield "prefix_cache_bytes", "Pages of prompts, kept for others.", 0 if pages is None else pages.num_bytes
+        yield "cache_leased_bytes", "Part of it that sessions have leased.", budget.leased_bytes
+        yield "prefix_cache_bytes", "Pages of prompts that sessions share.", 0 if pages is None else pages.num_bytes
 
     def _so_far(self) -> Iterator[tuple[str, str, float]]:
         load, pages = self._device_thread.load, self._pages
         yield "steps", "Steps of sessions.", load.num_steps
-        yield "tokens", "Tokens of those steps.", load.num_tokens
-        yield "failures", "Steps and batches that failed.", load.num_failures
-        yield "forwards", "Forwards in which they were computed.", load.num_forwards
-        yield "reused_tokens", "Not computed: known prompts.", 0 if pages is None else pages.num_reused_tokens
-        yield "received_bytes", "From clients and other servers.", traffic.received_bytes
-        yield "sent_bytes", "To clients and other servers.", traffic.sent_bytes
+        yield "tokens", "Tokens of steps of sessions.", load.num_tokens
+        yield "failures", "Steps and requests that failed.", load.num_failures
+        yield "forwards", "Forwards that computed steps of sessions.", load.num_forwards
+        yield "reused_tokens", "Tokens of known prompts.", 0 if pages is None else pages.num_reused_tokens
+        yield "received_bytes", "Bytes from clients and other servers.", traffic.received_bytes
+        yield "sent_bytes", "Bytes to clients and other servers.", traffic.sent_bytes
 
     @property
     def _sessions(self) -> SessionTable | None:
@@ -89,15 +89,17 @@ class ServerMetrics(Collector):
 
 
 def _of_relay(relay: RelayService) -> Iterator[Metric]:
-    """What it does for others."""
-    yield GaugeMetricFamily("swarmllm_relay_reservations", "Peers reached through this.", value=relay.num_reservations)
-    yield GaugeMetricFamily("swarmllm_relay_circuits", "Connections that pass through this.", value=relay.num_circuits)
-    yield CounterMetricFamily("swarmllm_relay_bytes", "That have passed, both ways.", value=relay.num_bytes)
-    yield CounterMetricFamily("swarmllm_relay_refusals", "Of what others asked this relay.", value=relay.num_refused)
+    """Figures of the relay."""
+    yield GaugeMetricFamily(
+        "swarmllm_relay_reservations", "Peers that are reached through this relay.", value=relay.num_reservations
+    )
+    yield GaugeMetricFamily("swarmllm_relay_circuits", "Connections through this relay.", value=relay.num_circuits)
+    yield CounterMetricFamily("swarmllm_relay_bytes", "Bytes that passed, both ways.", value=relay.num_bytes)
+    yield CounterMetricFamily("swarmllm_relay_refusals", "Refused requests to this relay.", value=relay.num_refused)
 
 
 async def serve_metrics(host: str, port: int | None, metrics: ServerMetrics) -> None:
-    """Answer Prometheus until cancelled; None = don't.
+    """Answer Prometheus until cancelled; without a port, do nothing.
 
     Raises:
         ConfigurationError: the port can't be had.

@@ -141,7 +141,7 @@ async def _join_swarm(config: ServerConfig, checkpoint: Checkpoint, twins: Twins
     if config.identity_path is not None:
         identity = Identity.load_or_create(config.identity_path)
         if (maddr := await greet_twin(identity, initial_peers)) is not None:
-            twins.tell(f"it answers at {maddr}")
+            twins.report(f"it answers at {maddr}")
     if not initial_peers and not config.new_swarm:
         initial_peers = await find_swarm(checkpoint.public_name, fingerprint(checkpoint))
     relay = RelayRules(mbps=config.relay_mbps, servers=config.allowed_servers, clients=config.allowed_clients)
@@ -199,8 +199,8 @@ def _background(tasks: asyncio.TaskGroup, record: OwnRecord, announcer: Announce
     running = [
         tasks.create_task(_watch_daemon(peer), name="watch the daemon"),
         tasks.create_task(device_thread.watch(), name="watch the device thread"),
-        tasks.create_task(announcer.run(), name="announce"),
-        tasks.create_task(record.successors.run(peer.peer_id, lambda: record.span), name="ping successors"),
+        tasks.create_task(announcer.announce_forever(), name="announce"),
+        tasks.create_task(record.successors.ping_forever(peer.peer_id, lambda: record.span), name="ping successors"),
         tasks.create_task(metrics, name="serve metrics"),
     ]
     if config.nice:

@@ -1,4 +1,5 @@
-"""What a server can be told; `server/__main__` makes its flags from these fields, and `swarmllm doctor` some of its."""
+"""Settings of a server. `server/__main__` makes its flags from these fields, and `swarmllm doctor` some of its
+flags."""
 
 import re
 from collections.abc import Sequence
@@ -26,10 +27,10 @@ QUANT_TYPES = (
     "auto", "none", "int8", "q8_0", "q6_k", "q5_k", "q4_k", "nf4", "llm_int8", "int2", "int3", "q3.5", "int4", "int5",
     "int6",
 )  # fmt: skip
-"""`models/quantization` knows what they mean; here because nothing heavy may be imported for --help."""
+"""Formats of weights, described in `models/quantization`; listed here because --help may import nothing heavy."""
 
 DEVICE_KINDS = ("cpu", "cuda", "mps", "xpu")
-"""On which blocks can compute; the last two have never been tried."""
+"""Kinds of devices that blocks can compute on; the last two have never been tried."""
 
 MAX_TENSOR_PARALLEL = 16
 """Assumed: no machine has more devices that are worth sharing a block."""
@@ -38,117 +39,117 @@ REACHABILITIES = ("auto", "public", "private")
 
 @dataclass(frozen=True, kw_only=True)
 class BlocksConfig(ModelConfig):
-    """How blocks are kept."""
+    """Settings of blocks: format, devices, memory."""
 
     quant_type: str = "auto"
     """Bits of weights: none, int8 (= auto), q8_0, q6_k, q5_k, q4_k …; "none" is in `dtype`, and int8 halves the memory.
     q8_0 is the closest to "none", with 8.5 bits a weight; q6_k (6.6), q5_k (5.5) and q4_k (4.5) are llama.cpp's
     formats, with scales found by search. Rows that are no multiple of 256 get another one, as in llama.cpp: q8_0 for
     q6_k, 6 bits for q5_k, 5.5 for q4_k. nf4, q3.5 and int2 to int6 round without a search, and change small models much
-    (docs/benchmarks.md). llm_int8 has int8's weights, and rounds their inputs, too. What the checkpoint has in few bits
-    stays as it is."""
+    (docs/benchmarks.md). llm_int8 has int8's weights, and rounds their inputs, too. Weights that the checkpoint has in
+    few bits stay as they are."""
     device: tuple[str, ...] = ("auto",)
-    """Torch devices; auto = all GPUs if there are any, else cpu. Each of several has a server process of its own, with
-    an even share of the blocks; `num_blocks` and `block_indices` are for all of them together, everything else is for
-    each, and ports count up."""
+    """Torch devices; auto = all GPUs if there are any, else cpu. Each of several devices has a server process of its
+    own, with an even share of the blocks; `num_blocks` and `block_indices` are for all of them together, all other
+    settings are for each, and ports count up."""
     tensor_parallel: int = 1
     """Devices that compute each block together, with some rows of its matrices each. More than 1: `--device` names that
     many for each server, or cpu once, and each has a process of its own. For blocks that one device can't hold, or
-    reads too slowly; the first device runs all else, and has the KV cache."""
+    reads too slowly; the first device runs everything else, and has the KV cache."""
     offload: int | None = 0
-    """How many blocks to keep out of the device's memory but while they compute: in host memory if the device is a GPU,
-    on disk if it is a CPU. auto = as many of those asked for as don't fit. Steps then wait for copies, so it is for
-    prompts and batches more than for texts."""
+    """Blocks to keep out of the device's memory until they compute: in host memory if the device is a GPU, on disk if
+    it is a CPU. auto = as many of the requested blocks as don't fit. Steps then wait for copies, so it is for prompts
+    and training more than for texts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerLimits:
-    """What a server may use."""
+    """Limits of a server: threads, memory, sessions, and the size of requests."""
 
     num_threads: int | None = None
     """CPU threads for computing; None = torch's default."""
     nice: bool = False
     """Give way to the owner's other programs. Run at a low priority, compute less the more cores they keep busy, and
-    tell the swarm, so that its clients go elsewhere."""
+    tell the swarm, so that clients use other servers."""
     throughput: float | None = None
     """Tokens per second to announce; auto = measure."""
     attn_cache_tokens: int = 65536
-    """KV cache budget in tokens through the whole span, as far as there is memory for it. Assumed: some dozens of chats
-    of 2048 tokens."""
+    """KV cache budget in tokens through the whole span, as far as memory allows. Assumed: some dozens of chats of 2048
+    tokens."""
     max_memory: str | None = None
-    """Most memory for blocks and KV caches: in GB, like 12, or of all that the device has, like 50%. None = 80 % of
-    what is free at the start. GB are 10^9 bytes, as everywhere here; 12GiB are 12 · 2^30."""
+    """Most memory for blocks and KV caches: in GB, like 12, or of the device's memory, like 50%. None = 80 % of the
+    free memory at the start. GB are 10^9 bytes, as everywhere here; 12GiB are 12 · 2^30."""
     prefix_cache_tokens: int = 8192
-    """Tokens of prompts kept for others who begin so, too; 0 = off. They come on top of `attn_cache_tokens`. Assumed:
-    some dozens of system prompts. docs/security.md says what others could learn by it."""
+    """Tokens of prompts kept for sessions with the same prefix; 0 = off. They come on top of `attn_cache_tokens`.
+    Assumed: some dozens of system prompts. docs/security.md describes what other clients could learn from it."""
     max_sessions: int | None = None
     """Most sessions of all clients together; None = as many as the KV cache holds."""
     idle_unload: float | None = None
-    """Seconds without a session or a request after which weights and caches leave the memory; whoever comes next waits
-    until they are loaded again. None = they stay."""
+    """Seconds without use after which blocks leave the memory. Sessions and requests count as use; the next one waits
+    until weights and caches are loaded again. None = they stay."""
     max_batch_tokens: int = 8192
     """Most tokens of one forward or backward request."""
     max_batch_sessions: int = 64
-    """Most sessions whose steps are computed together; 1 = one after the other. Assumed: beyond it batches gain little,
+    """Most sessions whose steps are computed together; 1 = one after the other. Assumed: larger batches gain little,
     and each step waits for all."""
     compression: str = "auto"
-    """How hidden states and gradients are sent to clients that leave it to the servers: auto, none or int8. none =
+    """Default compression of hidden states and gradients: auto, none or int8. Clients may choose another. none =
     exactly; int8 = 8 bits a value; auto = int8 in messages of 256 KiB or more over links that carry less than 150
     Mbit/s."""
     token: str | None = field(default_factory=hub_token, repr=False)
     """Hub token."""
     cache_dir: str | None = field(default_factory=default_cache_dir)
-    """Directory where downloads go."""
+    """Directory for downloads."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
-    """What a server serves, and to whom."""
+    """Settings of a server: its blocks, its swarm, and its clients."""
 
     num_blocks: int | None = None
-    """How many blocks to serve, those that the swarm lacks most; auto, as without it: as many as fit."""
+    """Number of blocks to serve, those that the swarm lacks most; auto, or without it: as many as fit."""
     block_indices: tuple[int, int] | None = None
     """Serve exactly blocks [START, END)."""
     device_map: tuple[str, ...] = ()
-    """Blocks of each of several devices: cuda:0=12 cpu=4. In place of `device` and `num_blocks`; with
-    `block_indices`, they have those in this order. Each has a server process of its own."""
+    """Blocks of each of several devices: cuda:0=12 cpu=4. In place of `device` and `num_blocks`; with `block_indices`,
+    the devices have those in this order. Each has a server process of its own."""
     machine: str = field(default="", metadata={"flag": False})
     """Name of the servers that were started together, for several devices of one machine."""
     peers_beside: bool = field(default=False, metadata={"flag": False})
-    """Whether the initial peers are these; nobody has named any."""
+    """True if the initial peers are the other servers of this machine, and the owner has named none."""
     new_swarm: bool = False
     """Start a new swarm instead of joining one."""
     adapters: tuple[str, ...] = ()
-    """Adapters of peft to offer: hub ids or directories. Safetensors only. A directory may hold several, and is read
-    again every `update_period`, and what is new in it is offered then."""
+    """Adapters of peft to offer: hub ids or directories. Safetensors only. A directory may hold several adapters; it is
+    read again every `update_period`, and new ones are offered then."""
     reachability: str = "auto"
-    """Whether others can dial this server: auto, public or private. auto asks some of them; private: they can't, so it
-    is reached through relays. `--announce_maddrs` means public."""
+    """Reachability for other peers: auto, public or private. auto asks some of them; private: they can't dial this
+    server, so it is reached through relays. `--announce_maddrs` means public."""
     public_name: str | None = None
-    """Name that `status` and pages show; 64 characters at most. None = the host's name, and the end of the peer id; an
-    empty name is none."""
+    """Name for `status` and pages; 64 characters at most. None = the host's name, and the end of the peer id; an empty
+    name is none."""
     allowed_clients: tuple[str, ...] | None = None
-    """Peer ids of those who may use this server; None = any."""
+    """Peer ids of clients that may use this server; None = any."""
     priority_clients: tuple[str, ...] = ()
-    """Peer ids of those who come first while this server is short of time or of room; others have a tenth of the time
-    then. Clients of those who serve this model come first as well, see --contributor_identity of clients."""
+    """Peer ids of clients that come first while time or room is short. Other clients have a tenth of the time then.
+    Clients that serve this model come first as well, see --contributor_identity of clients."""
     allowed_servers: tuple[str, ...] | None = None
     """Peer ids of servers to count and pass on to; None = any. This server counts them when it chooses its blocks, and
     passes hidden states on to them."""
     balance_quality: float = BALANCE_QUALITY
-    """How readily to move to other blocks, 0 (never) to 1. A server moves when the swarm's bottleneck is worse than
-    this share of what it would be then."""
+    """Readiness to move to other blocks, 0 (never) to 1. A server moves when the swarm's bottleneck is worse than this
+    share of the bottleneck after the move."""
     update_period: float = 30.0
-    """Seconds between looks at what the swarm lacks. A server announces itself twice as often, and one that crashed is
+    """Seconds between looks at the swarm's needs. A server announces itself twice as often, and one that crashed is
     forgotten after 1.25 of these periods, so 720 is the most."""
     metrics_port: int | None = None
-    """TCP port at which Prometheus can read metrics; 0 = any free one. None = nowhere."""
+    """TCP port for Prometheus metrics; 0 = any free one. None = no metrics."""
     metrics_host: str = "127.0.0.1"
-    """Address to listen on for that."""
+    """Address to listen on for metrics."""
 
     @property
     def blocks_by_device(self) -> list[tuple[str, int]]:
-        """What `device_map` says.
+        """The devices of `device_map`, each with its number of blocks.
 
         Raises:
             ConfigurationError: it can't be read.
@@ -163,18 +164,18 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
 
     @property
     def total_blocks(self) -> int | None:
-        """How many blocks were asked for, whichever way; None if that is left to what fits."""
+        """Number of blocks that were asked for in any way; None if as many as fit."""
         if self.block_indices is not None:
             return self.block_indices[1] - self.block_indices[0]
         return self.num_blocks or sum(count for _, count in self.blocks_by_device) or None
 
     @property
     def announces_on_lan(self) -> bool:
-        """Whether the swarm is begun here or found on the local network, so that it is announced there, too."""
+        """True if the swarm is begun here or found on the local network, so that it is announced there, too."""
         return self.lan_discovery and not self.swarm_name and (not self.initial_peers or self.peers_beside)
 
     def _follow(self, invites: Sequence[Invite]) -> None:
-        """A private swarm's servers serve those whom the invite names, and know no servers but those that it names."""
+        """Take clients and servers from invites to private swarms: only the listed ones are served and known."""
         self._follow_lists(invites, "allowed_clients", "allowed_servers")
 
     def __post_init__(self) -> None:
@@ -206,7 +207,9 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
         if self.reachability == "private" and self.announce_maddrs:
             raise ConfigurationError("give --announce_maddrs, or --reachability private, which means there are none")
         if self.reachability == "private" and self.new_swarm:
-            raise ConfigurationError("nobody could join a swarm that --reachability private begins: join one")
+            raise ConfigurationError(
+                "no peer could join a swarm whose first server is private: join a swarm, or leave --reachability out"
+            )
         self._require_devices()
         self._require_device_map()
         self._require_tensor_parallel()
@@ -215,7 +218,7 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
         self._require_swarm()
 
     def _require_device_map(self) -> None:
-        """Raises ConfigurationError unless it is the only word on devices and agrees with that on blocks."""
+        """Raise ConfigurationError if another setting names devices too, or disagrees about the number of blocks."""
         if not self.device_map:
             return
         shares = self.blocks_by_device
@@ -230,10 +233,10 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
             raise ConfigurationError("give --device_map or --tensor_parallel, not both")
         start, end = self.block_indices or (0, num_blocks)
         if end - start != num_blocks:
-            raise ConfigurationError(f"device_map is about {num_blocks} blocks, and block_indices about {end - start}")
+            raise ConfigurationError(f"device_map has {num_blocks} blocks, and block_indices {end - start}")
 
     def _require_devices(self) -> None:
-        """Raises ConfigurationError unless there are such devices anywhere."""
+        """Raise ConfigurationError unless these are names of devices."""
         if not self.device:
             raise ConfigurationError("name a device, or leave --device out")
         names = [name for name, _ in self.blocks_by_device] or self.device
@@ -244,7 +247,7 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
                 require_device(name)
 
     def _require_tensor_parallel(self) -> None:
-        """Raises ConfigurationError unless this many devices can share blocks."""
+        """Raise ConfigurationError unless this many devices can share blocks."""
         if self.tensor_parallel > MAX_TENSOR_PARALLEL:
             raise ConfigurationError(
                 f"tensor_parallel must be 1 to {MAX_TENSOR_PARALLEL}, not {self.tensor_parallel}: that many processes "
@@ -258,7 +261,7 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
             raise ConfigurationError("devices that share blocks must be of one kind: name CPUs or GPUs, not both")
 
     def _require_offload(self) -> None:
-        """Raises ConfigurationError unless this many blocks can be offloaded."""
+        """Raise ConfigurationError unless this many blocks can be offloaded."""
         if self.offload is not None and (self.offload < 0 or self.offload == 1):
             raise ConfigurationError(
                 f"offload must be 0 (none), auto, or at least 2, not {self.offload}: one of them is always in memory"
@@ -267,10 +270,10 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
         if (self.offload or 0) > num_blocks > 0:
             raise ConfigurationError(f"of {num_blocks} blocks, {self.offload} can't be offloaded")
         if self.offload is None and num_blocks == 0:
-            raise ConfigurationError("say with --num_blocks or --block_indices how many blocks --offload auto is about")
+            raise ConfigurationError("--offload auto needs --num_blocks or --block_indices")
 
     def _require_blocks_and_record(self) -> None:
-        """Raises ConfigurationError unless there can be such blocks, and peers would take a record of them."""
+        """Raise ConfigurationError unless such blocks can exist, and peers would take a record of them."""
         if self.num_blocks is not None and self.block_indices is not None:
             raise ConfigurationError("give --num_blocks or --block_indices, not both")
         start, end = self.block_indices or (0, self.num_blocks or 1)
@@ -287,7 +290,8 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
         )
 
     def _require_swarm(self) -> None:
-        """Raises ConfigurationError unless it is said which swarm to join or start, and how often to be heard there."""
+        """Raise ConfigurationError unless the settings name a swarm to join or start, and announcements are frequent
+        enough."""
         if not self.update_period <= MAX_TTL_S / RECORD_PERIODS:
             raise ConfigurationError(
                 f"update_period must be at most {MAX_TTL_S / RECORD_PERIODS:g} s, not {self.update_period:g}: "
@@ -303,17 +307,17 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
 
 
 def require_device(name: str) -> None:
-    """Raises ConfigurationError unless blocks can compute on such a device, if there is one here."""
+    """Raise ConfigurationError unless it is the name of a device that blocks can compute on."""
     kind, colon, index = name.partition(":")
     if kind not in DEVICE_KINDS or (colon and not index.isdecimal()) or (kind == "cpu" and index not in ("", "0")):
         raise ConfigurationError(f"device {name!r} can't be used: name one of {', '.join(DEVICE_KINDS)}, like cuda:1")
 
 
 def memory_limit_bytes(text: str, total_bytes: int) -> int:
-    """What `max_memory` means on a device with this much.
+    """Return the bytes of `max_memory` on a device with this much memory.
 
     Raises:
-        ConfigurationError: it means nothing, or more than that.
+        ConfigurationError: it can't be read, or is more than that.
     """
     found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+) *(%|GB|GiB)?", str(text).strip())
     units = {"%": total_bytes / 100, "GiB": 1 << 30}
@@ -327,7 +331,8 @@ def memory_limit_bytes(text: str, total_bytes: int) -> int:
 
 
 def _require_announceable(**settings: tuple[str, Any]) -> None:
-    """Raises ConfigurationError unless peers would take a record with these: field of ServerInfo = (setting, value)."""
+    """Raise ConfigurationError unless peers would take a record with these values: field of ServerInfo = (setting,
+    value)."""
     of_others = {"peer_id": "1" * 52, "start": 0, "end": 1}
     try:
         ServerInfo.model_validate({**of_others, **{field: value for field, (_, value) in settings.items()}})

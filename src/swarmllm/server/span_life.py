@@ -34,32 +34,36 @@ from swarmllm.swarm.placement import claim_stands, plan_move
 logger = logging.getLogger(__name__)
 
 CLAIM_SETTLES_S = 1.0
-"""Seconds until everybody sees a claim. Measured: announcements become visible in 40–180 ms."""
+"""Seconds until all servers see a claim. Measured: announcements become visible in 40–180 ms."""
 MOST_PATIENCE = 64
-"""Periods at most between two tries while blocks can't be loaded: with the usual period half an hour."""
+"""Most periods between two tries while blocks can't be loaded: half an hour with the usual period."""
 
 FAREWELL_S = 1.0
-"""Seconds for telling the DHT, twice. If all servers leave at once nobody listens, and each call would time out."""
+"""Seconds for an announcement when leaving; there are two. If all servers leave at once, none answers, and each call
+would time out."""
 LOOK_S = 1.0
-"""Between looks whether the last session has ended, where nobody asks for anything any more."""
+"""Seconds between looks for the end of the last session, when no requests come any more."""
 DRAIN_S = 2.5
 """Seconds for sessions to be handed over, and again for running steps to end, when the server is told to stop: it must
-be gone within 10."""
+be gone within 10 s."""
 HAND_OVER_S = 15.0
-"""The same when it moves to other blocks. Assumed: longer than any step, shorter than anybody's patience."""
+"""The same when it moves to other blocks. Assumed: longer than any step, and as long as clients wait."""
 
 
 @dataclass
 class Rebalancer:
-    """Looks every `period_s`, at a random phase so that servers don't all look at once."""
+    """Waits until other blocks need this server more: looks every `period_s`, at a random phase so that servers don't
+    all look at once."""
 
     peer_id: str
     balance_quality: float
-    """How much worse than after the move the swarm's bottleneck must be, 0 to 1; 0 = never move."""
+    """Ratio of the swarm's bottleneck now to the one after the move below which this server moves, 0 to 1; 0 = never
+    move."""
     period_s: float
     generator: random.Random = field(default_factory=random.Random)
     failed_moves: int = 0
-    """Moves that failed in a row, for want of loadable blocks; each doubles the time until the next try."""
+    """Number of moves in a row that failed because blocks couldn't be loaded; each doubles the time until the next
+    try."""
 
     async def wait_for_move(
         self,
@@ -67,10 +71,10 @@ class Rebalancer:
         claim: Callable[[Span | None], Awaitable[None]],
         can_load: Callable[[Span], Awaitable[bool]],
     ) -> Span:
-        """The blocks that this server shall move to, once there are some; may take for ever.
+        """Wait until other blocks need this server more, perhaps for ever, and return them.
 
-        `look` gives the swarm as it is now, `claim` announces what this server is about to move to (None: nothing),
-        `can_load` says whether it could load them now.
+        `look` returns the swarm as it is now, `claim` announces the blocks that this server is about to move to (None:
+        none), `can_load` tells if it could load them now.
         """
         while True:
             patience = min(2**self.failed_moves, MOST_PATIENCE)
@@ -117,7 +121,7 @@ class SpanLife:
         )
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Return when the server has been told to stop, and serves nothing any more."""
+        """Load and serve blocks until told to stop."""
         loaded = await self._load(stop)
         if loaded:
             # Imports count: the user has waited for them.
@@ -148,7 +152,7 @@ class SpanLife:
         assert sleep is not None
         return_free_memory()
         await self._announcer.announce()
-        logger.info("nobody has used blocks %s for %g s: they leave the memory", self._record.span, self._idle_s)
+        logger.info("no client has used blocks %s for %g s: they leave the memory", self._record.span, self._idle_s)
         target = await unless_stopped(stop, self._moved_or(sleep.wanted.wait()))
         if target is None:
             self._access.end_sleep()
@@ -156,7 +160,7 @@ class SpanLife:
         if target != self._record.span:
             self._access.end_sleep()
             return await self._move(target, stop)
-        logger.info("somebody asks for blocks %s: loading them again", target)
+        logger.info("a client asks for blocks %s: loading them again", target)
         return await self._load(stop)
 
     async def _move(self, target: Span, stop: asyncio.Event) -> bool:
@@ -214,7 +218,7 @@ class SpanLife:
         self._on_online()
 
     async def _moved_or(self, event: Coroutine[object, object, object]) -> Span:
-        """The blocks to move to, or those that this server has if `event` comes first."""
+        """Wait for a move or for `event`: return the blocks to move to, or the present ones if `event` comes first."""
         moving = asyncio.create_task(
             self._rebalancer.wait_for_move(self._look, self._stake_claim, self._loader.can_load), name="wait for a move"
         )
@@ -257,7 +261,7 @@ class SpanLife:
                 logger.warning("could not look for adapters: %s", error)
 
     async def _watch_weights(self) -> None:
-        """Say so when the files of this model become others; the blocks that are loaded stay what they are."""
+        """Log when the files of this model change; the loaded blocks stay as they are."""
         told: list[str] = []
         while True:
             await asyncio.sleep(self._config.update_period)
@@ -281,7 +285,7 @@ class SpanLife:
 
 
 async def at_most(timeout_s: float, telling: Coroutine[object, object, object]) -> None:
-    """Await it for no longer than that."""
+    """Await it for at most `timeout_s`."""
     with suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             await telling

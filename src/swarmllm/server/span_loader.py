@@ -1,4 +1,4 @@
-"""Blocks of the checkpoint, loaded and measured in the device thread. Called by `span_life`."""
+"""Choose, load and measure blocks of the checkpoint, in the device thread. Called by `span_life`."""
 
 import logging
 import sys
@@ -55,12 +55,12 @@ from swarmllm.swarm.placement import choose_span, describe_choice
 logger = logging.getLogger(__name__)
 
 LOADING_FAILURES = (SwarmError, OSError, MemoryError, RuntimeError)
-"""What loading blocks may raise; torch says by a RuntimeError that memory is out."""
+"""Errors that loading blocks may raise; torch raises a RuntimeError if memory runs out."""
 
 
 @dataclass(frozen=True)
 class _Measured:
-    """What was found out about blocks, without the blocks."""
+    """Measurements of blocks, without the blocks."""
 
     span: Span
     ways: tuple[Packing, ...]
@@ -69,7 +69,7 @@ class _Measured:
 
 
 class SpanLoader:
-    """Knows how this server keeps blocks: on which device, in which format, with which adapters."""
+    """Loads blocks in this server's way: on which device, in which format, with which adapters."""
 
     def __init__(
         self, config: ServerConfig, checkpoint: Checkpoint, device_thread: DeviceThread, limits: PeerLimits
@@ -80,7 +80,7 @@ class SpanLoader:
         self.device = resolve_device(config.device[0])
         device_thread.accelerator = accelerator_of(self.device)
         self._num_threads = config.num_threads or max(1, torch.get_num_threads() // config.tensor_parallel)
-        """CPU threads of each process, if there are several."""
+        """CPU threads of each process, if several share the blocks."""
         self._usable_bytes = usable_bytes(self.device, config.max_memory)
         self.dtype = resolve_dtype(checkpoint, config.dtype)
         self.quantization = resolve_quantization(config.quant_type)
@@ -92,13 +92,13 @@ class SpanLoader:
         self.adapters = ServedAdapters(config.adapters, checkpoint, token=config.token, cache_dir=config.cache_dir)
 
     def choose_span(self, others: SwarmSnapshot) -> Span:
-        """The blocks that the swarm of all others lacks most, as many as were asked for or fit.
+        """Choose the blocks that the swarm of all others lacks most, as many as were asked for or fit.
 
         Raises:
             ConfigurationError: not even one fits.
         """
         sizes = block_bytes(self._checkpoint, self.dtype, self.quantization)
-        if self.device.type != "cpu":  # processors of one machine have one memory
+        if self.device.type != "cpu":  # CPU processes share one memory
             sizes = [-(-size // self._config.tensor_parallel) for size in sizes]
         wanted = self._config.num_blocks or self._num_blocks_that_fit(sizes)
         span = choose_span(others, wanted)
@@ -115,7 +115,7 @@ class SpanLoader:
         return num_blocks
 
     def _cache_bytes(self) -> int:
-        """What each block is counted with for sessions."""
+        """Bytes of sessions that each block is counted with."""
         num_tokens = min(self._config.attn_cache_tokens, COUNTED_TOKENS)
         return num_tokens * cache_bytes_per_token(self._checkpoint.config, self.dtype)
 
@@ -133,14 +133,15 @@ class SpanLoader:
         Raises:
             SwarmError, OSError, MemoryError, RuntimeError: they can't be loaded.
         """
-        return (await self.device_thread.run_call(lambda: self._load(span), Priority.BATCH)).value
+        return (await self.device_thread.run_call(lambda: self._load(span), Priority.SESSIONLESS)).value
 
     def changed_files(self) -> list[str]:
-        """Files of weights that aren't any more what they were when this server opened the checkpoint."""
+        """List the files of weights that have changed since this server opened the checkpoint."""
         return self._checkpoint.opened_files.changed()
 
     def _check_files(self) -> None:
-        """Raises WeightsMismatchError if blocks of now would come from other files than those of before."""
+        """Raise WeightsMismatchError if the files have changed: new blocks would come from another checkpoint than the
+        old ones."""
         if changed := self.changed_files():
             raise WeightsMismatchError(describe_changed(self._checkpoint.name, changed))
 
@@ -152,7 +153,7 @@ class SpanLoader:
         loaded = [
             load_block_span(
                 self._checkpoint,
-                part,
+                stack_span,
                 dtype=self.dtype,
                 device=self.device,
                 quantization=self.quantization,
@@ -162,14 +163,14 @@ class SpanLoader:
                 probes_dir=None if group else own_files / PROBES,
                 group=group,
             )
-            for part in parts_of(self._checkpoint.config, span)
+            for stack_span in parts_of(self._checkpoint.config, span)
         ]
         stacks = [StackBlocks(blocks, InputChecks(blocks)) for blocks in loaded]
         blocks = stacks[-1].blocks
         if num_offloaded:
             where = "on disk" if self.device.type == "cpu" else "in host memory"
             logger.info("%d of the %d blocks are %s, and come when they compute", num_offloaded, len(span), where)
-        self._check_files()  # or they may be of both
+        self._check_files()  # or blocks of both checkpoints may have been loaded
         self.adapters.load(blocks)
         room = self._room(stacks)
         self._use_pages(blocks, room)
@@ -178,7 +179,7 @@ class SpanLoader:
             share = len(blocks.span) / len(span)
             throughput = replace(throughput, forward_tokens_per_s=throughput.forward_tokens_per_s * share)
         beside_decode = prefill_tokens_beside_decode(throughput, len(span))
-        logger.info("while others decode, prompts go in pieces of %d tokens", beside_decode)
+        logger.info("while other sessions decode, prompts go in pieces of %d tokens", beside_decode)
         self.device_thread.adopt(
             doubling_tokens=doubling_tokens(throughput, len(span)),
             beside_decode=beside_decode,
@@ -196,7 +197,7 @@ class SpanLoader:
         )
 
     def _group(self) -> Group | None:
-        """The processes that share these blocks; they are gone when the blocks are."""
+        """Start the processes that share these blocks; they end with the blocks."""
         if self._config.tensor_parallel == 1:
             return None
         if self.device.type == "cpu":
@@ -206,7 +207,7 @@ class SpanLoader:
         return Group(devices, num_threads=self._num_threads)
 
     def _use_pages(self, blocks: BlockSpan, room: CacheRoom) -> None:
-        """Have the keys and values of all sessions in pages of one pool, where there are kernels for that."""
+        """Put the keys and values of all sessions into pages of one pool, if there are kernels for that."""
         if why_not := why_no_kernels(self.device) or blocks.why_not_paged:
             if self.device.type == "cuda":
                 logger.info("each session has keys and values of its own, not pages: %s", why_not)
@@ -215,7 +216,7 @@ class SpanLoader:
         logger.info("keys and values of all sessions are in %d pages", blocks.pool.num_pages)
 
     def _measured(self, blocks: BlockSpan) -> tuple[Packer, Throughput]:
-        """How they are packed and how fast they are: measured, unless they were loaded before, too."""
+        """Find the fastest way of packing, and measure the speed; measurements of the same blocks are used again."""
         last = self._last
         if last is not None and last.span == blocks.span:
             packer = self._packer(blocks, last.ways)
@@ -233,7 +234,7 @@ class SpanLoader:
         if Packing.PAGED not in ways:
             if blocks.pool is not None:
                 logger.warning(
-                    "each session has keys and values of its own: on pages, the blocks compute something else"
+                    "each session has keys and values of its own: on pages, the blocks would compute other values"
                 )
             blocks.pool = None
         if blocks.pool is not None:
@@ -252,7 +253,7 @@ class SpanLoader:
             prefix_tokens=config.prefix_cache_tokens,
         )
         logger.info(
-            "the blocks take %s of memory; %s are for sessions, %s for prompts that begin alike",
+            "the blocks take %s of memory; %s are for sessions, %s for shared prompts",
             size_in_words(num_bytes),
             size_in_words(room.sessions),
             size_in_words(room.pages),
@@ -260,12 +261,12 @@ class SpanLoader:
         return room
 
     async def can_load(self, span: Span) -> bool:
-        """Whether the files of other blocks are there (on the hub: downloaded now) and hold them."""
+        """True if the files of other blocks are there (on the hub: downloaded now) and hold them."""
         try:
             await in_background(self._check_files)
-            for part in parts_of(self._checkpoint.config, span):
-                look = partial(span_tensor_names, self._checkpoint, part)
-                names = await self.device_thread.run_call(look, Priority.BATCH)
+            for stack_span in parts_of(self._checkpoint.config, span):
+                look = partial(span_tensor_names, self._checkpoint, stack_span)
+                names = await self.device_thread.run_call(look, Priority.SESSIONLESS)
                 await in_background(partial(self._checkpoint.tensors, names.value))
         except LOADING_FAILURES as error:
             logger.warning("blocks %s can't be loaded: %s", span, str(error) or repr(error))
@@ -274,7 +275,7 @@ class SpanLoader:
 
 
 def describe_changed(name: str, filenames: Sequence[str]) -> str:
-    """What to do about files that have changed."""
+    """Tell the owner what to do about files that have changed."""
     more = f" and {len(filenames) - 1} more files" if len(filenames) > 1 else ""
     return (
         f"{filenames[0]}{more} of {name} changed on disk, or went, after this server had opened it: start the server "

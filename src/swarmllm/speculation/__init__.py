@@ -1,6 +1,6 @@
-"""Speculation over a swarm, which transformers lacks: guessed tokens are sent along before the known ones are back.
+"""Speculation over a swarm: guessed tokens are sent to the servers before the last known token is back.
 
-sampling_loop  `generate()`'s sampling loop with guesses under way
-drafters       the guesses: n-grams, a small model, a head of the model's own; the fastest of several
+sampling_loop  the sampling loop of `generate()`, with guesses under way
+drafters       the guesses: n-grams, a small model, the model's own head; the fastest of several
 planner        how far to run ahead
 """

@@ -1,19 +1,17 @@
 """Guesses of the next tokens: by n-grams of the text so far, by a small model, or by a head of the model's own.
 
-A drafter follows the text (`extend`), begins a guess where the text ends (`begin`), and goes on with it as far as it
-is asked (`more`), taking its own guesses for right. Guesses are certain, not drawn: that makes them easy to check
-against any distribution (see `speculation/sampling_loop`). Each has a kind, by which `speculation/planner` measures
-acceptance.
+A drafter follows the text (`extend`), begins a guess at its end (`begin`), and continues it on request (`more`), as if
+its own guesses were right. Guesses are certain, not drawn: so they are easy to check against any distribution (see
+`speculation/sampling_loop`). Each guess has a kind, by which `speculation/planner` measures acceptance.
 
 A head for multi-token prediction (`MtpDrafter`) takes pairs: the hidden state of a position, and the token after it.
 Its first guess follows the last pair of the text. Each further one follows the pair of its own output and its own
-guess, as in EAGLE (Li et al. 2024): what a head was not trained for, but mostly can. As soon as the model's hidden
-states of what was guessed are known, they take the place of the head's own, and what is still under way is gone
-through again with them.
+guess, as in EAGLE (Li et al. 2024): heads were not trained for this, but mostly can. When the model's hidden states of
+guessed positions become known, they replace the head's own, and guesses still under way are computed again with them.
 
-`BestDrafter` is the drafter of several that is expected to be the fastest, chosen anew wherever a guess begins.
-`speculation/planner` expects it from how often guesses of each kind were right and what guessing cost. So where the
-text repeats itself, n-grams guess, and elsewhere the model's own head does.
+`BestDrafter` chooses one of several drafters whenever a guess begins. `speculation/planner` says which is fastest, from
+the acceptance of each kind of guess and its cost. So n-grams guess where the text repeats itself, and elsewhere the
+model's own head does.
 """
 
 import threading
@@ -31,18 +29,18 @@ from swarmllm.models.architecture import decoder_stack
 from swarmllm.speculation.planner import Planner
 
 MAX_OCCURRENCES = 16
-"""Most recent places of a token or pair that are compared with the end of the text."""
+"""At most this many recent places of a token or pair are compared with the end of the text."""
 MAX_MATCH = 32
-"""Tokens back to which places are compared; a longer match says no more."""
+"""Places are compared back to this many tokens; a longer match says no more."""
 GOOD_MATCH = 2
-"""Tokens from which on a match is trusted more than the place where the last copy would go on."""
+"""A match of this many tokens is trusted more than the continuation of the last copy."""
 RESUMED_KIND, MODEL_KIND = -1, -2
-"""Kinds of the first guess that resumes a copy after something else than it said, and of a model's guesses. Other kinds
-are the bits of the length of a match."""
+"""Kinds of guesses: the first one that resumes a copy after a deviation, and those of a model. Other kinds are the bits
+of the length of a match."""
 RESUMED_PRIOR = 0.5
-"""Assumed."""
+"""Assumed acceptance of a guess that resumes a copy."""
 MAX_DEVIATIONS = 3
-"""Assumed: a copy that was wrong this many times in a row is not resumed."""
+"""Assumed: a copy that was wrong this many times in a row isn't resumed."""
 MODEL_PRIOR = 0.6
 """Assumed acceptance of a small model's guesses."""
 
@@ -51,52 +49,52 @@ MTP_KIND, DEEPEST = -3, 12
 MTP_PRIOR = 0.7
 """Assumed acceptance. DeepSeek-V3 reports 0.85 to 0.9 for the first guess; deeper ones are worse."""
 MAX_CONTEXT = 1024
-"""Assumed: pairs of a prompt, from its end back, that the head is shown. More would delay the first token."""
+"""Assumed: the head is shown this many pairs from the end of a prompt. More would delay the first token."""
 
 
 _hooking = threading.Lock()
 _following: ContextVar[tuple[Any, list[Tensor]] | None] = ContextVar("swarmllm_following", default=None)
-"""Of the text that this thread or task generates: whose forwards are seen, and where what they show goes."""
+"""For the text that this thread or task generates: the module whose forwards are noted, and a list for its outputs."""
 
 
 class Drafter(Protocol):
-    """One text's guesses."""
+    """The guesses for one text."""
 
     @property
     def name(self) -> str:
-        """Who guesses: what it costs is known by it."""
+        """The name by which its costs are kept."""
         ...
 
     def following(self, model: Any) -> AbstractContextManager[None]:
-        """Within, the drafter may look at the model's forwards, all of which are of this text."""
+        """Within, the drafter may look at the model's forwards; all are of this text."""
         ...
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """The text goes on with these."""
+        """Note the next tokens of the text."""
         ...
 
     def begin(self) -> bool:
-        """Begin a guess where the text ends; False if there is none."""
+        """Begin a guess at the end of the text; False if there is none."""
         ...
 
     def more(self, count: int) -> list[int]:
-        """At most `count` further tokens, after those that were guessed before. Fewer: that is all."""
+        """At most `count` further guesses, after all since `begin`. Fewer: there are no more."""
         ...
 
     def kinds(self, count: int) -> list[tuple[int, float]]:
-        """(kind, acceptance that is assumed before any of the kind was seen) for each of the next `count` guesses."""
+        """(kind, assumed acceptance before any of the kind was seen) of the next `count` guesses."""
         ...
 
 
 class _TextAlone:
-    """A drafter that looks at nothing but the tokens."""
+    """A drafter that looks at the tokens alone."""
 
     def following(self, model: Any) -> AbstractContextManager[None]:
         return nullcontext()
 
 
 class SilentDrafter(_TextAlone):
-    """Never guesses: for texts that only tell how far away the swarm is."""
+    """Never guesses: for texts that only measure how far away the swarm is."""
 
     name = "silent"
 
@@ -114,10 +112,10 @@ class SilentDrafter(_TextAlone):
 
 
 class NGramDrafter(_TextAlone):
-    """Copies what followed the place that looks most like the end of the text (prompt lookup).
+    """Copies the tokens after the place that is most like the end of the text (prompt lookup).
 
-    The longest match counts, of several the latest. A copy may run into its own guesses, which repeats them. Where the
-    text replaces something and nothing else matches, the last copy is resumed behind it, as if as much was replaced.
+    The longest match counts, and of several the latest. A copy may run into its own guesses, which repeats them. If the
+    text deviates from a copy and nothing else matches, the copy is resumed behind the deviation, at the same distance.
     """
 
     name = "ngram"
@@ -129,10 +127,10 @@ class NGramDrafter(_TextAlone):
         self._pairs: dict[tuple[int, int], list[int]] = defaultdict(list)
         """The same for a token and the one before it."""
         self._guesses: list[int] = []
-        """Guesses not yet confirmed, or confirmed since `begin`; they follow the text as it was then."""
+        """All guesses since `begin`; they follow the text as it was then."""
         self._began_at = 0
-        self._source = 0
-        """Index from which the next guess is copied, as if the guesses were part of the text."""
+        self._from = 0
+        """Index of the next token to copy, as if the guesses were part of the text."""
         self._match = 0
         """Length of the match before the first guess; 0: the last copy is resumed."""
         self._copying = False
@@ -151,9 +149,9 @@ class NGramDrafter(_TextAlone):
             return False
         end = len(self._tokens) - 1
         since = end + 1 - self._began_at
-        resumed = self._source - len(self._guesses) + since
+        resumed = self._from - len(self._guesses) + since
         if since:
-            guess = self._guesses[:1] or self._tokens[self._source : self._source + 1]  # if it was not asked
+            guess = self._guesses[:1] or self._tokens[self._from : self._from + 1]  # if it was not asked
             right = self._tokens[self._began_at : self._began_at + 1] == guess
             self._deviations = 0 if right else self._deviations + 1
         self._guesses, self._began_at, self._match = [], end + 1, 0
@@ -163,9 +161,9 @@ class NGramDrafter(_TextAlone):
         for place in reversed(places[-MAX_OCCURRENCES - 1 : -1]):
             match = self._match_length(place, end)
             if match > self._match:
-                self._match, self._source = match, place + 1
+                self._match, self._from = match, place + 1
         if self._match < GOOD_MATCH and self._copying and self._deviations < MAX_DEVIATIONS and resumed <= end:
-            self._match, self._source = 0, resumed
+            self._match, self._from = 0, resumed
         else:
             self._copying = self._match > 0
             self._deviations = 0
@@ -182,9 +180,9 @@ class NGramDrafter(_TextAlone):
         guesses = self._guesses
         first = len(guesses)
         for _ in range(count):
-            source, began_at = self._source, self._began_at
-            guesses.append(self._tokens[source] if source < began_at else guesses[source - began_at])
-            self._source += 1
+            start, began_at = self._from, self._began_at
+            guesses.append(self._tokens[start] if start < began_at else guesses[start - began_at])
+            self._from += 1
         return guesses[first:]
 
     def kinds(self, count: int) -> list[tuple[int, float]]:
@@ -196,7 +194,7 @@ class NGramDrafter(_TextAlone):
 
 
 def _kind_of_match(match: int) -> tuple[int, float]:
-    """The bits of the length; assumed: a match of m tokens goes on with probability m / (m + 1)."""
+    """The bits of the length, and the prior. Assumed: a match of m tokens goes on with probability m / (m + 1)."""
     match = min(match, MAX_MATCH)
     return match.bit_length(), match / (match + 1)
 
@@ -252,27 +250,27 @@ class ModelDrafter(_TextAlone):
 
 
 def note_states(stack: Any, _inputs: Any, outputs: Any) -> None:
-    """A forward hook of the stack, for the text that this thread generates."""
+    """A forward hook of the stack: keeps its outputs for the text that this thread generates."""
     followed = _following.get()
     if followed is not None and followed[0] is stack:
         followed[1].extend(outputs[0][0].detach())
 
 
 class PairCache(Protocol):
-    """Pairs that a head has seen."""
+    """The pairs that a head has been fed."""
 
     @property
     def position(self) -> int:
-        """How many."""
+        """The number of pairs."""
         ...
 
     def rollback(self, position: int) -> None:
-        """Forget those from there on."""
+        """Forget the pairs from there on."""
         ...
 
 
 class Head(Protocol):
-    """As `client/speculative_generation` has it."""
+    """The part of `client/speculative_generation`'s `MtpHead` that is used here."""
 
     def new_cache(self) -> PairCache: ...
 
@@ -282,33 +280,32 @@ class Head(Protocol):
 
 
 class MtpDrafter:
-    """One text's guesses."""
+    """The guesses of the checkpoint's own head."""
 
     name = "mtp"
 
     def __init__(self, find_head: Callable[[], Head | None]) -> None:
-        """`find_head` is called when a guess is wanted for the first time; None: there is no head, and no guess."""
+        """`find_head` is called for the first guess; None: there is no head, and no guess."""
         self._find_head = find_head
         self._head: Head | None = None
         self._cache: PairCache | None = None
         self._tokens: list[int] = []
         self._hidden: list[Tensor] = []
-        """Of the positions before the last token, as far back as they are known; each `[hidden]`. What the cache has
-        been fed is dropped, but for its place."""
+        """Hidden states `[hidden]` of the last positions before the last token that the cache has not been fed."""
         self._seen: list[Tensor] = []
-        """Of positions that were computed since the text went on; those behind its end are of wrong guesses."""
+        """Hidden states computed since the last `extend`; those behind the end of the text are of wrong guesses."""
         self._num_fed = self._num_ahead = 0
-        """Pairs of the text that the cache has, and of guesses behind them."""
+        """Pairs of the text in the cache, and of guesses behind them."""
         self._state: Tensor | None = None
-        """The head's output for the last pair of the text that it was fed."""
+        """The head's output for the last pair of the text."""
         self._state_ahead: Tensor | None = None
-        """That for the last pair of all; None: no guess has been fed."""
+        """The head's output for the last pair of all; None: no guess has been fed."""
         self._began_at = 0
         self._guesses: list[int] = []
 
     @contextmanager
     def following(self, model: Any) -> Iterator[None]:
-        """Within, the hidden states of the model's forwards in this thread are seen."""
+        """Within, the hidden states of the model's forwards in this thread are kept."""
         stack = decoder_stack(model)
         with _hooking:
             if note_states not in stack._forward_hooks.values():  # for good: other threads may be in its forward now
@@ -335,7 +332,7 @@ class MtpDrafter:
         return self._head is not None and (bool(self._hidden) or self._state is not None)
 
     def more(self, count: int) -> list[int]:
-        """Beyond the guesses since `begin`, of which the text may have some already."""
+        """Guesses after all since `begin`; the text may contain some of these already."""
         first, head = len(self._guesses), self._head
         assert head is not None  # `begin` has said so
         if self._hidden:
@@ -359,7 +356,7 @@ class MtpDrafter:
         return state
 
     def _catch_up(self, head: Head) -> None:
-        """Feed the pairs of the text whose hidden states have become known, in place of guesses."""
+        """Feed the text's new pairs, in place of guesses."""
         self._forget_ahead()
         tokens = self._tokens[-len(self._hidden) :]
         self._state = head.states(tokens, torch.stack(self._hidden), self._cache)[-1]
@@ -373,7 +370,7 @@ class MtpDrafter:
 
 
 class BestDrafter:
-    """One text's guesses, each by one of its drafters."""
+    """Guesses by the drafter that is expected to be fastest, chosen for each guess."""
 
     def __init__(self, drafters: Sequence[Drafter], planner: Planner) -> None:
         self._drafters = drafters

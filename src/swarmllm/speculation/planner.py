@@ -1,10 +1,10 @@
-"""Plans of how far to run ahead of the verdicts: pure decisions from measured acceptance, round trips and computing.
+"""Plans of how far to run ahead of the known text: pure decisions from measured acceptance, round trips and computing.
 
-Guesses travel in chunks, each of which is one step through the servers; `depth` chunks are under way at most. A longer
-chunk costs computing, a deeper pipeline costs what is wasted when a guess was wrong: the servers still work on chunks
-that nobody wants while the next one waits behind them. Both cost nothing while latency is what everybody waits for, so
-the best plan lies between one token at a time and a pipe that is always full. The loop (`speculation/sampling_loop`)
-tells what it has seen; a plan is the fastest of a few dozen under the model of `seconds_per_token`.
+Guesses travel in chunks. A chunk is one step through the servers; at most `depth` chunks are under way. A longer chunk
+costs computing. A deeper pipeline costs waste when a guess is wrong: servers still compute useless chunks while the
+next step waits behind them. Both cost nothing while the network is the slowest part. So the best plan lies between one
+token at a time and a full pipe. `speculation/sampling_loop` reports its measurements; a plan is the fastest of a few
+dozen under the model of `seconds_per_token`.
 
 There is no clock and no randomness here; times are passed in.
 """
@@ -16,23 +16,23 @@ from dataclasses import dataclass, field, replace
 CHUNKS = (1, 2, 4, 8, 16, 32)
 DEPTHS = (1, 2, 3, 4, 6, 8)
 HORIZON_TOKENS = 128
-"""Guesses beyond this are taken to be wrong: no text is copied forever."""
+"""Guesses beyond this count as wrong: no text is copied forever."""
 NEVER = 1e-3
 MIN_GAIN = 1.05
-"""Assumed: what is expected to gain less is not worth the servers' work."""
+"""Assumed: a smaller gain is not worth the servers' work."""
 RECENT_STEPS = 32
-"""Latency is the least of this many steps: everything else than the network only makes a step longer, on a busy machine
-many in a row (with 8, loopback was taken for a slow link at a load of 20 on two cores)."""
+"""Latency is the minimum over this many steps: all but the network only makes a step longer. On a busy machine many in
+a row are longer (with 8, loopback was taken for a slow network at a load of 20 on two cores)."""
 MIN_STEPS = 2
 """Plain steps that must have been seen before the first plan."""
 AVERAGED_STEPS = 16
 """Computing times are averaged over about this many steps."""
 FURTHER_TOKEN_SHARE = 0.25
-"""Assumed until seen: what a further token of a step costs, as a share of the first. Measured: 0.01 to 0.3 on CPUs."""
+"""Cost of a further token of a step, as a share of the first. Assumed until measured; 0.01 to 0.3 on CPUs."""
 PRIOR_WEIGHT = 2.0
 """Assumed: a prior counts as much as this many guesses."""
 MEMORY_TOKENS = 64.0
-"""Assumed: acceptance is judged by about this many of the last guesses of a kind."""
+"""Assumed: acceptance is estimated from about this many of the last guesses of a kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,25 +51,25 @@ PLAIN = Plan()
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds."""
+    """Seconds that steps take."""
 
     round_trip_s: float
-    """A step of one token when nothing else is under way, the client's part included."""
+    """A step of one token while nothing else is under way, with the client's own time."""
     token_s: float
-    """The addition of each further token, over all servers."""
+    """Added by each further token, over all servers."""
     stage_s: float
-    """Time that the busiest server, or the client, is occupied by a step of one token: the least between two steps."""
+    """A step of one token on the busiest server, or on the client: the minimum between two steps."""
     stage_token_s: float
-    """The addition of each further token."""
+    """Added by each further token."""
     draft_s: float = 0.0
-    """Guessing of one token."""
+    """A guess of one token."""
 
     def step_s(self, num_tokens: int) -> float:
         """Time from sending a step of `num_tokens` tokens to its result."""
         return self.round_trip_s + (num_tokens - 1) * self.token_s
 
     def spacing_s(self, num_tokens: int) -> float:
-        """The least between two such steps."""
+        """The minimum between two such steps."""
         return max(self.stage_s + (num_tokens - 1) * self.stage_token_s, num_tokens * self.draft_s)
 
 
@@ -77,7 +77,7 @@ def survival(acceptance: Sequence[float]) -> list[float]:
     """Probabilities that the first 1, 2, … `HORIZON_TOKENS` guesses are all right.
 
     Args:
-        acceptance: the probability that the next guess is right if those before it were; the last one goes on.
+        acceptance: probabilities that each guess is right if all before it are; the last one repeats.
     """
     alive, result = 1.0, []
     for idx in range(HORIZON_TOKENS):
@@ -87,7 +87,7 @@ def survival(acceptance: Sequence[float]) -> list[float]:
 
 
 def seconds_per_token(plan: Plan, alive: Sequence[float], costs: Costs) -> float:
-    """Expected seconds per token of a run: from the first guess after a known token to the token that refutes one.
+    """Expected seconds per token of a run: from the first guess after a known token to the first wrong guess.
 
     Args:
         alive: as from `survival`.
@@ -98,7 +98,7 @@ def seconds_per_token(plan: Plan, alive: Sequence[float], costs: Costs) -> float
     first_s = costs.step_s(1 + chunk) + chunk * costs.draft_s
     spacing_s = costs.spacing_s(chunk)
     lap_s = max(first_s, depth * spacing_s)
-    # What is under way when a guess turns out wrong keeps the busiest server from the next run's first step.
+    # Steps under way when a guess turns out wrong keep the busiest server from the next run's first step.
     wasted_s = max(0.0, depth * spacing_s - first_s)
     seconds, before, verdict_s = 0.0, 1.0, first_s
     for idx, end in enumerate(range(chunk, len(alive) + 1, chunk)):
@@ -142,7 +142,7 @@ class _Average:
 
 @dataclass(slots=True)
 class _Acceptance:
-    """Right guesses of one kind, the newer the weightier."""
+    """Right guesses of one kind; newer ones count more."""
 
     right: float = 0.0
     total: float = 0.0
@@ -158,12 +158,12 @@ class _Acceptance:
 
 @dataclass
 class Planner:
-    """Plans for one swarm, from what has been seen of it and its texts."""
+    """Plans for one swarm, from measurements of it and of its texts."""
 
     min_latency_s: float = 0.0
-    """Run ahead only where a round trip is longer than its computing by at least this."""
+    """Run ahead only if a round trip takes at least this much longer than its computing."""
     drafter: str = ""
-    """Who guesses now."""
+    """The name of the drafter that guesses now."""
     _latencies_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     _compute_s: _Average = field(default_factory=_Average)
     _busiest_s: _Average = field(default_factory=_Average)
@@ -171,13 +171,13 @@ class Planner:
     _further_busiest_s: _Average = field(default_factory=_Average)
     _client_s: _Average = field(default_factory=_Average)
     _draft_s: dict[str, _Average] = field(default_factory=dict)
-    """By who guessed."""
+    """By the name of the drafter."""
     _accepted: dict[int, _Acceptance] = field(default_factory=dict)
 
-    # ------------------------------------------------------------------ what the loop has seen
+    # ------------------------------------------------------------------ measurements
 
     def new_text(self) -> None:
-        """Begin a text: what was guessed well in the last one says half as much about this one."""
+        """Begin a text: acceptance in the last one counts half."""
         for acceptance in self._accepted.values():
             acceptance.right /= 2
             acceptance.total /= 2
@@ -190,12 +190,12 @@ class Planner:
         took_s: float | None = None,
         client_s: float | None = None,
     ) -> None:
-        """A step has come back.
+        """Note a step that has come back.
 
         Args:
-            computes_s: of each server.
-            took_s: from sending it to its result, if nothing else was under way.
-            client_s: that it occupied the client, before and after that.
+            computes_s: computing of each server.
+            took_s: time from its sending to its result, if nothing else was under way.
+            client_s: time on the client, before and after that.
         """
         total_s, busiest_s = sum(computes_s), max(computes_s, default=0.0)
         if took_s is not None:
@@ -214,14 +214,14 @@ class Planner:
         self._draft_s.setdefault(self.drafter, _Average()).add(took_s / num_tokens)
 
     def saw_verdict(self, kind: int, right: int, wrong: int) -> None:
-        """Count right and wrong guesses of this kind; those after the first wrong one don't count."""
+        """Count right and wrong guesses of this kind; guesses after the first wrong one don't count."""
         self._accepted.setdefault(kind, _Acceptance()).add(right, wrong)
 
-    # ------------------------------------------------------------------ what follows
+    # ------------------------------------------------------------------ decisions
 
     @property
     def costs(self) -> Costs | None:
-        """None before enough has been seen."""
+        """The costs of steps; None before enough has been measured."""
         if self._compute_s.count < MIN_STEPS or not self._latencies_s:
             return None
         compute_s, busiest_s = self._compute_s.value, self._busiest_s.value
@@ -238,17 +238,17 @@ class Planner:
 
     @property
     def latency_pays(self) -> bool:
-        """Whether it is known that the swarm is as far away as it must be."""
+        """True if the swarm is known to be far enough away."""
         return self.costs is not None and min(self._latencies_s) >= self.min_latency_s
 
     def acceptance(self, kind: int, prior: float) -> float:
-        """Share of guesses of this kind that are right, given what is assumed before any was seen."""
+        """The share of right guesses of this kind; `prior` is assumed before any was seen."""
         return self._accepted.get(kind, _Acceptance()).estimate(prior)
 
     def seconds_per_token(self, acceptance: Sequence[float], drafter: str) -> float:
-        """What the best plan would take with this drafter's guesses, given the probabilities that they are right.
+        """Expected time with this drafter's guesses under the best plan, given the probabilities that they are right.
 
-        Before it is known what steps cost, it is the share of guesses that are wrong, so that the surest is best.
+        Before the costs of steps are known, it is the share of wrong guesses: the surest drafter is best.
         """
         costs = self.costs
         if costs is None:

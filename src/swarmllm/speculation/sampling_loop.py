@@ -1,16 +1,16 @@
-"""Lossless speculation over a swarm: `generate()`'s sampling loop with guesses under way.
+"""Lossless speculation over a swarm: the sampling loop of `generate()` with guesses under way.
 
-Several chunks of guessed tokens travel along the servers before the first verdict returns (`StepsAhead`); the results
-come in order, and each gives the logits of its positions. A token is chosen from them by exactly what transformers'
-own loop does, one after the other: logits processors, argmax or a draw, stopping criteria, streamer. If the guess for
-that place is the token chosen, the next logits are valid too; if not, everything behind it is dropped, and the next
-step begins after the chosen token.
+Several chunks of guessed tokens travel along the servers before the first result returns (`StepsAhead`). Results come
+in order, and each gives the logits of its positions. Tokens are chosen from them one after the other, exactly as
+transformers' own loop does: logits processors, argmax or a draw, stopping criteria, streamer. If the chosen token is
+the guess, the next logits are valid too. If not, everything behind it is dropped, and the next step begins after the
+chosen token.
 
-So greedy text is that of the plain loop, up to what the rounding of the servers' arithmetic depends on the length of a
-step. Sampled text follows the same distribution: for guesses that are certain, the rejection rule of Leviathan et al.
-2023 (algorithm 1) and Chen et al. 2023 accepts a guess x with p(x), and otherwise draws from p without x. To draw from
-p, and to keep what was guessed if it is the same, is that rule, and spends the random numbers as the plain loop does:
-the same seed gives the same text.
+Greedy text is therefore that of the plain loop, up to rounding: the servers' arithmetic may depend on the length of a
+step. Sampled text has the same distribution. For guesses that are certain, the rejection rule of Leviathan et al. 2023
+(algorithm 1) and Chen et al. 2023 accepts a guess x with p(x), and otherwise draws from p without x. Drawing from p,
+and keeping the guess if it is the same, is that rule. It spends random numbers as the plain loop does: the same seed
+gives the same text.
 
 Called by `client/speculative_generation`; knows sessions by their protocol only.
 """
@@ -39,13 +39,13 @@ UNIFORM = BlockTraits()
 
 
 class StepsAhead(Protocol):
-    """A session that takes steps before the results of earlier ones are known."""
+    """A session that takes steps before the results of earlier steps are known."""
 
     max_length: int
 
     @property
     def position(self) -> int:
-        """Positions that all blocks have seen, and whose results have been received."""
+        """Positions whose results have been received."""
         ...
 
     @position.setter
@@ -62,7 +62,7 @@ class StepsAhead(Protocol):
         ...
 
     def send(self, inputs: BlockInputs, position: int) -> None:
-        """Send a step; at a lower position than the end of those under way it replaces them."""
+        """Send a step. One that begins before the end of the steps under way replaces them."""
         ...
 
     def receive(self) -> Tensor:
@@ -70,7 +70,7 @@ class StepsAhead(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Give up the results of what is under way."""
+        """Give up the steps under way."""
         ...
 
 
@@ -133,7 +133,7 @@ class _Text:
 
 
 class Speculation:
-    """One `generate()` of one row."""
+    """The loop for one text of one row."""
 
     def __init__(
         self,
@@ -153,12 +153,12 @@ class Speculation:
         self._may_roll_back = True
         self._text: _Text
         self._kwargs: dict[str, Any] = {}
-        """generate()'s arguments, renewed at each step: they fit the text when its last token is about to be fed."""
+        """Inputs of the model, renewed at each step: they fit the text when its last token is about to be fed."""
         self._under_way: deque[_Step] = deque()
         self._guesses: deque[tuple[int, int]] = deque()
-        """(token, kind) of all guesses that have been sent and not been judged."""
+        """(token, kind) of all guesses that have been sent and not been compared."""
 
-    def run(
+    def write_text(
         self,
         input_ids: Tensor,
         logits_processor: LogitsProcessorList,
@@ -167,7 +167,7 @@ class Speculation:
         streamer: BaseStreamer | None,
         model_kwargs: dict[str, Any],
     ) -> Any:
-        """Generate the text; returns what `GenerationMixin._sample` would. `model_kwargs` hold the session's cache."""
+        """Generate the text; returns the same as `GenerationMixin._sample`. `model_kwargs` hold the session's cache."""
         self._text = text = _Text(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
         self._kwargs = model_kwargs
         with self._drafter.following(self._model):
@@ -206,16 +206,16 @@ class Speculation:
         return cache
 
     def _follow_cache(self) -> None:
-        """Go on with the cache that the model has returned: it replaces its own where LongRoPE changes its table."""
+        """Go on with the cache that the model has returned: with LongRoPE it may be a new one."""
         session: Any = self._cache.session
         if session is not self._session:
             self._session = session
             self._may_roll_back = not self._cache.forgets_early
 
     def _room(self) -> int:
-        """Most guesses that may follow the text and the guesses under way: none beyond what would be fed plainly.
+        """The number of guesses that may still be sent: at most as far as the plain loop would go.
 
-        A step of several tokens must compute each as a step of one would, whose length is another.
+        A step of several tokens must compute each as a step of one token would, although its length is another.
         """
         length = self._text.length + len(self._guesses)
         limit, alike = self._text._config.max_length, self._traits.last_alike(self._text.length)
@@ -223,7 +223,7 @@ class Speculation:
         return int(most - length)
 
     def _may_run_ahead(self) -> bool:
-        """Whether guesses can be taken back, and the next token doesn't begin another way to compute positions."""
+        """True if guesses can be taken back, and the next token is computed by the same arithmetic."""
         arithmetic = self._traits.arithmetic
         is_alike = arithmetic(self._text.length) == arithmetic(max(1, self._session.position))
         return self._may_roll_back and is_alike and self._planner.latency_pays
@@ -238,7 +238,7 @@ class Speculation:
         return self._planner.plan(acceptance, self._room() + room_taken)
 
     def _step(self) -> None:
-        """One token, plainly."""
+        """Generate one token without guesses."""
         inputs = self._model.prepare_inputs_for_generation(self._text.ids, next_sequence_length=1, **self._kwargs)
         began_at = time.perf_counter()
         outputs = self._model(**inputs, return_dict=True)
@@ -260,7 +260,7 @@ class Speculation:
     # ------------------------------------------------------------------ running ahead
 
     def _run_ahead(self, plan: Plan) -> None:
-        """Until a guess is wrong, or there are none any more."""
+        """Send guesses until one is wrong, or there are no more."""
         self._send(plan.chunk)
         while self._under_way:
             while plan and len(self._under_way) < plan.depth and self._send(plan.chunk):
@@ -271,7 +271,7 @@ class Speculation:
         self._leave()
 
     def _leave(self) -> None:
-        """Forget the guesses; the session has seen all of the text but its last token then."""
+        """Forget the guesses. The session has seen all of the text but its last token then."""
         if self._under_way:
             self._session.abandon()
         self._under_way.clear()
@@ -315,7 +315,7 @@ class Speculation:
         return True
 
     def _judge(self) -> bool:
-        """Take the next result and choose its tokens; False when the text leaves the guesses."""
+        """Take the next result and choose its tokens; False if a guess was wrong."""
         step = self._under_way.popleft()
         hidden = self._session.receive()
         received_at = time.perf_counter()

@@ -1,10 +1,10 @@
-"""A swarm as plain text: one line per server with its blocks drawn, and a route in words and numbers.
+"""A swarm as plain text: one line per server with a drawing of its blocks; a route in words and numbers.
 
     ████····  …Xc81p3  desk    0:4  online  …
     ····████  …p7aQ4z  laptop  4:8  online  …
 
-Used by `swarmllm status`, the demo and `model.swarm.route()`, which says what each hop costs, why, and who would be
-faster alone. Everything that servers announce is shown without control characters.
+Used by `swarmllm status`, the demo and `model.swarm.route()`, which explains the cost of each hop and whether a server
+alone would be faster. Servers' texts are shown without control characters.
 """
 
 import shutil
@@ -19,20 +19,20 @@ from swarmllm.swarm.routing import find_route, route_cost_ms
 from swarmllm.swarm.stacks import describe_blocks, describe_span, stack_spans
 
 MAX_MAP_COLUMNS = 64
-"""A map of more blocks than this shows several per column, so that a line fits a terminal."""
+"""Longest drawing. For more blocks, each character stands for several, so that a line fits a terminal."""
 HELD, PARTLY_HELD, NOT_HELD, BETWEEN_STACKS = "█", "▒", "·", "│"
 COLUMNS = (
     "", "peer", "name", "blocks", "state", "tokens/s", "ms/token", "p95 ms", "served", "failed", "cache", "weights",
     "version", "hardware",
 )  # fmt: skip
 OPTIONAL = ("name", "hardware")
-"""Columns that are left out if no server says anything of it."""
+"""Columns that are left out if no server has a value."""
 LEAST_NEEDED = ("version", "hardware", "p95 ms", "cache", "failed", "served", "weights", "ms/token", "name", "tokens/s")
-"""Columns that a narrow terminal does without, in this order."""
+"""Columns to drop on a narrow terminal, in this order."""
 
 
 def draw_blocks(held: Container[int], num_blocks: int, encoder_blocks: int = 0) -> str:
-    """One character per block, or per group of blocks if there are many; a line between the stacks."""
+    """Draw one character per block, or per group of blocks if there are many, with a line between the stacks."""
     per_column = -(-num_blocks // MAX_MAP_COLUMNS)
     return BETWEEN_STACKS.join(
         "".join(
@@ -49,14 +49,14 @@ def _column(held: Container[int], group: range) -> str:
 
 
 def terminal_width() -> int | None:
-    """Columns of the terminal that standard output is; None: it is none, and lines may be of any length."""
+    """Width of the terminal in columns; None: standard output is no terminal, and lines may have any length."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def describe_swarm(snapshot: SwarmSnapshot, width: int | None = None) -> list[str]:
-    """The lines of the table: its head, each server by its first block, and what all of them together hold.
+    """The lines of the table: its head, each server by its first block, and the total.
 
-    Where lines would be longer than `width`, columns are left out, and the last line names them.
+    Lines longer than `width` lose columns, and the last line names these.
     """
     servers = sorted(snapshot.servers, key=lambda server: (server.start, server.end, server.peer_id))
     rows = [COLUMNS, *(_row(server, snapshot) for server in servers)]
@@ -72,9 +72,9 @@ def describe_swarm(snapshot: SwarmSnapshot, width: int | None = None) -> list[st
 
 
 def describe_coverage(snapshot: SwarmSnapshot) -> str:
-    """Say in words whether the model can be used, how fast and why, and what is missing.
+    """Say whether the model can be used, how fast, why, and what is missing.
 
-    Without the round trips, which only a client that uses the swarm measures.
+    Without round trips, which only a client of the swarm measures.
     """
     missing = snapshot.missing_blocks()
     if missing:
@@ -93,7 +93,7 @@ def describe_coverage(snapshot: SwarmSnapshot) -> str:
 
 
 def describe_adapters(snapshot: SwarmSnapshot) -> list[str]:
-    """A line for each adapter that servers offer: on all blocks, or which are missing."""
+    """A line for each adapter that servers offer: on all blocks, or which blocks lack it."""
     held: dict[str, set[int]] = {}
     for server in snapshot.online():
         for name in server.adapters:
@@ -109,7 +109,7 @@ def describe_adapters(snapshot: SwarmSnapshot) -> list[str]:
 
 
 def describe_different_weights(snapshot: SwarmSnapshot) -> list[str]:
-    """A line for each server whose blocks are made of other weights than those of most."""
+    """A line for each server whose weights differ from those of most servers."""
     chosen = agreed_digests(snapshot.online())
     others = {server.peer_id: contradicts(server.digests(), chosen) for server in snapshot.online()}
     return [
@@ -131,7 +131,7 @@ def describe_shared_identities(snapshot: SwarmSnapshot) -> list[str]:
 
 
 def describe_machines(snapshot: SwarmSnapshot) -> list[str]:
-    """A line for each machine with a server for each of several devices, as they say."""
+    """A line for each machine with several servers, as they announce it."""
     machines: dict[str, list[str]] = {}
     for server in sorted(snapshot.servers, key=lambda server: (server.start, server.peer_id)):
         if server.machine:
@@ -140,17 +140,17 @@ def describe_machines(snapshot: SwarmSnapshot) -> list[str]:
 
 
 def short_peer_id(peer_id: str) -> str:
-    """The end of a peer id, which tells peers apart; they all begin alike."""
+    """The end of a peer id, because all begin alike."""
     return f"…{peer_id[-6:]}"
 
 
 def state_name(state: int) -> str:
-    """`online`, or what a newer server may call itself by number."""
+    """Name of a state; for unknown states of newer servers their number."""
     return ServerState(state).name.lower() if state in list(ServerState) else f"state {state}"
 
 
 def _state(server: ServerInfo) -> str:
-    """The state, what the server does for others, and how far it gives way to its owner's programs."""
+    """The state, relayed peers, and how far the server gives way to its owner's programs."""
     name = state_name(server.state) + (", relayed" if server.relayed else "")
     if server.relays_for:
         name += f", relays for {server.relays_for}"
@@ -182,12 +182,12 @@ def _row(server: ServerInfo, snapshot: SwarmSnapshot) -> Sequence[str]:
 
 
 def _told(columns: Sequence[Sequence[str]]) -> list[Sequence[str]]:
-    """Without optional ones in which no server says anything."""
+    """The columns without optional ones that have no values."""
     return [column for column in columns if column[0] not in OPTIONAL or any(column[1:])]
 
 
 def _fitting(columns: Sequence[Sequence[str]], width: int | None) -> tuple[list[Sequence[str]], list[str]]:
-    """The columns whose lines are no longer than `width`, and the heads of those that had to go."""
+    """The columns that fit into `width`, and the heads of dropped ones."""
     kept, left_out = list(columns), []
     for head in LEAST_NEEDED:
         if width is None or sum(max(map(len, column)) + 2 for column in kept) - 2 <= width:
@@ -199,13 +199,13 @@ def _fitting(columns: Sequence[Sequence[str]], width: int | None) -> tuple[list[
 
 
 class Route(list[RouteHop]):
-    """The hops, with their expected costs; `print()` tells why."""
+    """The hops of a route and their expected costs. `print()` explains them."""
 
     def __init__(self, hops: Sequence[RouteHop], explanation: Sequence[str], expected_ms: float) -> None:
         super().__init__(hops)
         self.explanation = tuple(explanation)
         self.expected_ms = expected_ms
-        """Milliseconds of one decode step."""
+        """Expected milliseconds of one decode step."""
 
     def __str__(self) -> str:
         return "\n".join(self.explanation)
@@ -219,11 +219,11 @@ def explain_route(
     here_ms: float | None = None,
     head_ms: float = 0.0,
 ) -> Route:
-    """Say what is expected of a route through all blocks.
+    """Explain the expected time of a route through all blocks.
 
     Args:
-        here_ms: what a step would take on the asker's own machine; None: it can't hold the blocks, or nobody knows.
-        head_ms: what the asker takes itself, for the head of the model.
+        here_ms: time of a step on the asker's own machine; None: it can't hold the blocks, or nobody knows.
+        head_ms: time that the asker itself takes, for the model's head.
     """
     of_hops = costs.of_hops(route)
     network_ms, queue_ms = sum(hop.network_ms for hop in of_hops), sum(hop.queue_ms for hop in of_hops)
@@ -254,13 +254,13 @@ def _in_numbers(what: str, network_ms: float, queue_ms: float, compute_ms: float
 
 
 def _blocks_of(hop: RouteHop, snapshot: SwarmSnapshot) -> str:
-    """`0:4`, or of which stack they are."""
+    """`0:4`, with the stack's name if there are two."""
     of_stack = snapshot.encoder_blocks
     return describe_span(hop.span.start, hop.span.end, of_stack) if of_stack else str(hop.span)
 
 
 def _faster_alone(route: Sequence[RouteHop], snapshot: SwarmSnapshot, costs: RouteCosts) -> list[str]:
-    """A line about the server that would beat the route if it held all blocks."""
+    """A line about a server that would beat the route if it held all blocks."""
     route_ms = route_cost_ms(route, costs)
     lines = []
     candidates = [(costs.alone_ms(server, snapshot.num_blocks), server) for server in snapshot.online()]

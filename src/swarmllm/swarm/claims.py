@@ -1,8 +1,8 @@
-"""Servers' own claims, and how much they count: bounds on throughput, and digests of weights. Pure.
+"""Limits on servers' claims of throughput, and digests of their weights. Pure.
 
-A server's throughput attracts no more than a multiple of what others have; called before placement and before batches
-are split. Digests tell which servers hold the same weights; called by clients before routes, and by `status`. A digest
-shows that two machines have other files by accident, and nothing about who lies.
+Throughput counts up to a multiple of the median; used before placement and before splitting a forward over routes.
+Digests tell which servers hold the same weights; used by clients before routing, and by `status`. A different digest
+shows other files by accident. It doesn't show who lies.
 """
 
 from collections import Counter
@@ -11,15 +11,15 @@ from collections.abc import Iterable, Mapping
 from swarmllm.data_structures import ServerInfo
 
 MAX_TIMES_MEDIAN = 16.0
-"""Assumed: today's best cards are about this many times as fast as what most of a swarm has. A faster server counts as
-if it were not, which costs little: others hold its blocks as well."""
+"""Assumed: today's best cards are about this many times as fast as most of a swarm. A faster server counts as if it
+were not, which costs little, because others hold its blocks as well."""
 
 
 def plausible(servers: Iterable[ServerInfo]) -> tuple[ServerInfo, ...]:
-    """The servers, with throughputs of at most `MAX_TIMES_MEDIAN` times the median of them all.
+    """The servers, with throughputs limited to `MAX_TIMES_MEDIAN` times the median.
 
-    Compared are tokens per second and block. Of two medians the lesser one counts: one stranger beside one honest
-    server must not set the measure.
+    Compares tokens per second and block. With two servers the lower one is the median, so one stranger can't set the
+    measure.
     """
     servers = tuple(servers)
     speeds = sorted(server.throughput * len(server.span) for server in servers if server.throughput)
@@ -35,9 +35,10 @@ def plausible(servers: Iterable[ServerInfo]) -> tuple[ServerInfo, ...]:
 
 
 def agreed_digests(servers: Iterable[ServerInfo], kept: Mapping[int, str] | None = None) -> dict[int, str]:
-    """Block → the digest that counts: those `kept`, then those of whole servers, the ones that most agree with first.
+    """The digest of each block that counts: first those `kept`, then those of whole servers, in the order of agreement.
 
-    That is, per block and on average. Whole servers, because a majority for each block could make one model of two.
+    Agreement is the average number of servers with the same digests. Whole servers, because a majority for each block
+    could mix two models.
     """
     chosen, told = dict(kept or {}), [(server, server.digests()) for server in servers]
     votes = Counter(said for _, digests in told for said in digests.items())
@@ -53,5 +54,5 @@ def agreed_digests(servers: Iterable[ServerInfo], kept: Mapping[int, str] | None
 
 
 def contradicts(digests: Mapping[int, str], chosen: Mapping[int, str]) -> list[int]:
-    """The blocks that are not the same."""
+    """The blocks whose digests differ."""
     return [block for block, digest in digests.items() if chosen.get(block, digest) != digest]

@@ -1,9 +1,9 @@
 """The blocks that a server should hold, when it joins and while it serves (Petals paper, section 3.2).
 
-Called by the server and by the simulator. Pure: looks only at a snapshot, in which the caller's own record must be as
-the caller knows it, since the DHT may still show an older one.
+Used by the server and by the simulator. Pure: it only looks at a snapshot. The caller puts its own current record into
+the snapshot, because the DHT may still hold an older one.
 
-How a server that is ONLINE moves, and what its record says meanwhile:
+How an ONLINE server moves, and its record meanwhile:
 
     record                 what happens next
     ONLINE                 once per update period, at a random phase: `plan_move` → announce the target as `claim`
@@ -12,11 +12,11 @@ How a server that is ONLINE moves, and what its record says meanwhile:
     LEAVING + claim        sessions end or are handed over, no new ones come
     JOINING at the target  loads the new blocks, then ONLINE
 
-"Better" has one meaning here: the blocks' throughputs, sorted from the weakest up, compare greater. Every move makes a
-swarm that does not change otherwise better in this sense, so moves come to an end.
+"Better" has one meaning here: the blocks' throughputs, sorted from the weakest up, compare greater. Every move makes an
+otherwise unchanged swarm better, so moves come to an end.
 
-Why twice: of two servers whose claims depend on each other, the later one to look then sees that the other's claim
-stood. With less, both could leave blocks that only the two of them hold.
+Why wait twice as long: if the claims of two servers depend on each other, the server that looks later then sees that
+the other's claim stood. With a shorter wait, both could leave blocks that only the two of them hold.
 """
 
 from collections.abc import Callable
@@ -29,15 +29,15 @@ from swarmllm.config import BALANCE_QUALITY
 from swarmllm.data_structures import ServerInfo, ServerState, Span, SwarmSnapshot
 
 ASSUMED_THROUGHPUT = 1.0
-"""Tokens per second of servers that announced none: they still count as somebody holding the block."""
+"""Tokens per second of servers that announced none. They still count as holders of their blocks."""
 UNITS_PER_TOKEN = 1000
-"""Throughputs are added up as whole thousandths: sums in any order are equal, so no rounding error causes a move."""
+"""Throughputs are added as whole thousandths. Their sums are equal in any order, so no rounding error causes a move."""
 
 
 def block_throughputs(snapshot: SwarmSnapshot) -> list[float]:
     """Tokens per second that the swarm offers at each block.
 
-    Loading servers count, leaving ones don't, and who has claimed other blocks, to the good of the swarm, counts there.
+    Loading servers count, leaving ones don't. A server with a claim that helps the swarm counts at its target.
     """
     return [total / UNITS_PER_TOKEN for total in _Swarm.of(snapshot).totals]
 
@@ -45,8 +45,8 @@ def block_throughputs(snapshot: SwarmSnapshot) -> list[float]:
 def choose_span(snapshot: SwarmSnapshot, num_blocks: int) -> Span:
     """The `num_blocks` contiguous blocks for a joining server: those that the swarm serves worst, the first of equals.
 
-    Comparing the sorted list, weakest block first, prefers the window that lifts the bottleneck over one whose total
-    happens to be small.
+    Comparing sorted lists, weakest block first, prefers the window that lifts the bottleneck. The smallest total would
+    not always do that.
     """
     num_blocks = min(num_blocks, snapshot.num_blocks)
     totals = _Swarm.of(snapshot).totals
@@ -58,7 +58,7 @@ def choose_span(snapshot: SwarmSnapshot, num_blocks: int) -> Span:
 
 
 def describe_choice(snapshot: SwarmSnapshot, span: Span) -> str:
-    """What a swarm has of the blocks that a joining server has chosen, in words."""
+    """Say in words how well the swarm serves the blocks that a joining server has chosen."""
     number = len(snapshot.servers)
     servers = f"{number} other server{'' if number == 1 else 's'}"
     missing = set(snapshot.missing_blocks()).intersection(span)
@@ -72,16 +72,13 @@ def describe_choice(snapshot: SwarmSnapshot, span: Span) -> str:
 
 
 def plan_move(snapshot: SwarmSnapshot, peer_id: str, *, balance_quality: float = BALANCE_QUALITY) -> Span | None:
-    """The blocks, as many as it holds now, that the server `peer_id` should claim and move to; None = stay.
+    """The blocks, as many as now, that the server `peer_id` should claim and move to; None = stay.
 
-    It stays unless all of this holds:
-    - it is ONLINE and has no claim yet;
-    - each of its blocks stays held by another server that is ONLINE and does not move. In a swarm with a gap, where
-      nobody can generate anyway, blocks that it takes along to the target need nobody else;
-    - the move makes the swarm better;
-    - the swarm has a gap (a block with throughput 0), or else the bottleneck is below `balance_quality` times what it
-      becomes when this server moves and then all others settle as well. One server of a thousand never lifts a
-      bottleneck by much: what counts is whether moving at all pays.
+    It stays unless all of this holds: - it is ONLINE and has no claim yet; - another ONLINE server that doesn't move
+    holds each of its blocks. If the swarm has a gap, nobody can generate   anyway: then blocks that it also holds at
+    the target need no other server; - the move makes the swarm better; - the swarm has a gap (a block with throughput
+    0), or the bottleneck is below `balance_quality` times its value   after this server moves and all others settle as
+    well. One server of a thousand never lifts a bottleneck by   much: what counts is whether moving at all pays.
     """
     view = _View.of(snapshot, peer_id, heeds=_everybody)
     if view is None or view.claim is not None or not view.is_unbalanced(balance_quality):
@@ -91,11 +88,11 @@ def plan_move(snapshot: SwarmSnapshot, peer_id: str, *, balance_quality: float =
 
 
 def claim_stands(snapshot: SwarmSnapshot, peer_id: str, *, balance_quality: float = BALANCE_QUALITY) -> bool:
-    """True if the server may go where its claim says, now that it sees which others have claimed something as well.
+    """True if the server may follow its claim, now that it sees the claims of others.
 
-    The claims are taken in the order of peer ids, so that servers that see the same decide alike: those of smaller ids
-    count as done if they still make the swarm better after those before them, those of greater ids as not made. Who is
-    on the way already counts at its target. Of several claims for a gap that one server fills, exactly one stands.
+    Claims are applied in the order of peer ids, so that servers that see the same decide alike. Claims of smaller ids
+    count as done if they still make the swarm better after those before them. Claims of greater ids don't count. A
+    server on its way counts at its target already. If several claim the same gap, exactly one claim stands.
     """
     view = _View.of(snapshot, peer_id, heeds=lambda other: other.peer_id < peer_id)
     if view is None or (target := view.claim) is None:
@@ -108,7 +105,7 @@ def _everybody(_: ServerInfo) -> bool:
 
 
 class _Place(NamedTuple):
-    """One server where it counts for placement."""
+    """One server at the blocks where it counts for placement."""
 
     start: int
     end: int
@@ -116,19 +113,19 @@ class _Place(NamedTuple):
     """Its throughput."""
     server: ServerInfo
     stays: bool
-    """ONLINE, and not about to go elsewhere."""
+    """ONLINE, and not about to move."""
 
 
 @dataclass(frozen=True)
 class _Swarm:
-    """Where the servers of a snapshot count, and what this gives at each block."""
+    """The servers of a snapshot at the blocks where they count, and the resulting throughput of each block."""
 
     places: list[_Place]
     totals: list[int]
 
     @classmethod
     def of(cls, snapshot: SwarmSnapshot, heeds: Callable[[ServerInfo], bool] = _everybody) -> "_Swarm":
-        """Servers on their way count at their targets, those with a claim as well if `heeds` says so and it helps."""
+        """Moving servers count at their targets. So do servers with a claim, if `heeds` accepts it and it helps."""
         places: list[_Place] = []
         claims: list[tuple[str, int, Span]] = []
         steps = [0] * (snapshot.num_blocks + 1)
@@ -160,7 +157,7 @@ class _Swarm:
 
 
 def _moved(totals: list[int], place: _Place, target: Span) -> list[int]:
-    """The totals when the server leaves its place for `target`."""
+    """The totals after the server leaves its place for `target`."""
     totals = totals.copy()
     for block in range(place.start, place.end):
         totals[block] -= place.units
@@ -170,23 +167,23 @@ def _moved(totals: list[int], place: _Place, target: Span) -> list[int]:
 
 
 def _is_better(totals: list[int], than: list[int]) -> bool:
-    """The order in which everything here is judged: the weakest block first, then the second weakest, and so on."""
+    """The order of all comparisons here: the weakest block first, then the second weakest, and so on."""
     return sorted(totals) > sorted(than)
 
 
 @dataclass(frozen=True)
 class _View:
-    """The swarm as one server that could move sees it."""
+    """The swarm as seen by one server that could move."""
 
     place: _Place
     totals: list[int]
     """Throughputs with this server where it is now."""
     others: list[_Place]
-    """Servers that could move as well."""
+    """Other servers that could move."""
 
     @classmethod
     def of(cls, snapshot: SwarmSnapshot, peer_id: str, heeds: Callable[[ServerInfo], bool]) -> "_View | None":
-        """None if the server is not one that could move."""
+        """None if the server couldn't move."""
         swarm = _Swarm.of(snapshot, lambda server: server.peer_id != peer_id and heeds(server))
         own = next((place for place in swarm.places if place.server.peer_id == peer_id), None)
         if own is None or not own.stays:
@@ -200,7 +197,7 @@ class _View:
 
     @cached_property
     def unshared(self) -> set[int]:
-        """Its blocks that nobody else is sure to serve while it moves."""
+        """Its blocks that no other server is sure to serve while it moves."""
         start, end = self.place.start, self.place.end
         left = set(range(start, end))
         for place in self.others:
@@ -211,7 +208,7 @@ class _View:
         return left
 
     def allows(self, target: Span) -> bool:
-        """True if going there leaves no block unserved that could be used now."""
+        """True if moving there leaves no usable block unserved."""
         start, end = self.place.start, self.place.end
         fits = target.start != start and len(target) == end - start and target.end <= len(self.totals)
         return fits and (
@@ -222,7 +219,7 @@ class _View:
         return _is_better(_moved(self.totals, self.place, target), self.totals)
 
     def best_target(self) -> Span | None:
-        """The span that makes the swarm best; of equals, the one that shares fewest blocks with the present one."""
+        """The span that makes the swarm best. Of equals, the one that shares fewest blocks with the present one."""
         num_blocks = self.place.end - self.place.start
         starts = range(len(self.totals) - num_blocks + 1)
         targets = [span for start in starts if self.allows(span := Span(start, start + num_blocks))]
@@ -239,11 +236,11 @@ class _View:
         return best if self.improves(best) else None
 
     def is_unbalanced(self, balance_quality: float) -> bool:
-        """True if the bottleneck is so low that a move could pay, were all blocks served alike in the end."""
+        """True if the bottleneck is so low that a move could pay if all blocks were served alike in the end."""
         return min(self.totals) * len(self.totals) < sum(self.totals) * balance_quality or min(self.totals) == 0
 
     def pays(self, target: Span, balance_quality: float) -> bool:
-        """True if moving there, with all others settling afterwards, lifts the bottleneck by enough; a gap: always."""
+        """True if moving there lifts the bottleneck enough after all others have settled; with a gap, always."""
         bottleneck = min(self.totals)
         if bottleneck == 0:
             return True
@@ -252,9 +249,9 @@ class _View:
 
 
 def _settle(totals: list[int], places: list[_Place], is_enough: Callable[[], bool]) -> bool:
-    """Move servers (in `totals`) to the weakest block as long as that helps; True once `is_enough`.
+    """Move servers (in `totals`) to the weakest block as long as that helps. True once `is_enough`.
 
-    Who leaves the best served blocks goes first. A rough stand-in for what the servers will do, and fast.
+    Servers at the best served blocks go first. A fast approximation of what the servers will do.
     """
     places = list(places)
     moved = True

@@ -1,7 +1,7 @@
-"""The one retry policy of sessions, batches and look-ups: when to try again, and whom to avoid.
+"""The one retry policy of sessions, forwards and look-ups: when to try again, and which peers to avoid.
 
-Pure: the caller passes the time in and sleeps itself. What an error means is said by its class (`errors`): whether
-trying again can help, and whether the peer is to blame.
+Pure: the caller passes the time in, and sleeps itself. The class of an error (`errors`) tells whether trying again can
+help and whether the peer is to blame.
 """
 
 import math
@@ -17,65 +17,66 @@ from swarmllm.errors import (
 )
 
 FIRST_BACKOFF_S = 0.1
-"""Assumed: a server that is just restarting or a DHT record on its way needs some tenths of a second."""
+"""Assumed: a server that is restarting, or a DHT record on its way, needs some tenths of a second."""
 MAX_BACKOFF_S = 5.0
 LOOK_AGAIN_S = 1.0
-"""Longest pause where nobody is left: whoever comes (back) should be found soon. Assumed."""
+"""Longest pause when no server is left, so that a returning server is soon found. Assumed."""
 MAX_BAN_FACTOR = 16
 MAX_REMEMBERED = 1024
-"""Peers whose faults are kept in mind; of more, those that were to be avoided longest ago are forgotten. Peer ids cost
-nothing, and a client runs for months."""
+"""Peers whose faults are remembered. The longest past ones are forgotten: peer ids cost nothing, and a client runs for
+months."""
 SAME_CUT_S = 1.0
 """Streams to one peer that are cut within this time have ended together. Assumed."""
 CUT_FORGOTTEN_S = 60.0
-"""After this, a cut counts as the first one again: relays come and go. Assumed."""
+"""After this time, a cut counts as the first one again, because relays come and go. Assumed."""
 MOST_REFUSALS = 3
-"""Servers that are asked whether a request can't be done by anybody. Assumed: so many liars are rarely the best. So
-often is one asked that has no memory for it, if there is no other."""
+"""Servers to ask before believing that no server can do a request. Assumed: so many liars are rarely the best servers.
+A server without memory for it is asked this often if there is no other."""
 FULL_SERVER_PAUSE_S = 1.0
-"""Assumed: how long a peer that is full or overloaded is passed over, without blame."""
+"""Assumed: seconds to pass over a peer that is full or overloaded, without blame."""
 LEAST_DIAL_S = 0.7
 """Longer than reaching a near server takes: at most 0.26 s in 240 texts at a load of 14 to 25 on two cores (measured on
 one machine)."""
 SLOWEST_DIALS = 2
-"""A server has this many of the slowest times of late, and `LEAST_DIAL_S`."""
+"""A dial may take this many times the slowest recent one, plus `LEAST_DIAL_S`."""
 DIAL_DECAY = 0.8
-"""The slowest time fades by this factor with each further server that is reached."""
+"""The slowest time is forgotten by this factor with each further server that is reached."""
 
 
 @dataclass
 class DialTimes:
-    """How long a server may take to be reached where others could take its place: by how long others took of late.
+    """The longest time to reach a server that others could replace, learned from recent dials.
 
-    One that is frozen would take the whole timeout. One that was left counts, too: the limit grows where all are slow.
+    A frozen server would take the whole timeout. A server that was left counts as well, so the limit grows if all are
+    slow.
     """
 
     slowest_s: float = 0.5
-    """Of late. Assumed before anybody was reached."""
+    """Seconds of the slowest recent dial. Assumed until a server was reached."""
 
     def took(self, seconds: float) -> None:
-        """A server was reached after these seconds, or left."""
+        """Note that reaching a server took this long, or that it was left after this time."""
         self.slowest_s = max(seconds, DIAL_DECAY * self.slowest_s)
 
     def longest_s(self, least_s: float) -> float:
-        """Seconds for one that needs at least `least_s`, as far as is known of its distance."""
+        """The limit in seconds for a server whose distance alone takes `least_s`."""
         return LEAST_DIAL_S + SLOWEST_DIALS * max(self.slowest_s, least_s)
 
 
 @dataclass
 class Retries:
-    """One operation's attempts: counts failures and says how long to wait before the next try.
+    """The attempts of one operation. Counts failures and says how long to wait before the next try.
 
-    Where others are left to ask, `max_retries` bounds it; where nobody is, the time.
+    `max_retries` limits the attempts while other servers are left. The time limits them when none is.
     """
 
     max_retries: int
     timeout_s: float = math.inf
-    """Since blocks were first found missing."""
+    """When blocks were first found missing."""
     failures: int = 0
     missing_since: float = math.inf
     refused_by: list[str] = field(default_factory=list)
-    """Servers that say nobody can do what they were asked."""
+    """Servers that say that nobody can do the request."""
 
     def next_delay_s(self, error: SwarmError, now: float = 0.0) -> float | None:
         """Seconds to wait before trying again after `error`; None = give up and raise it."""
@@ -96,7 +97,7 @@ class Retries:
 
 @dataclass
 class PeerHealth:
-    """Peers to avoid for now. Bans are short and recover: a peer that behaved again starts anew."""
+    """Peers to avoid at present. Bans are short, and a peer that has recovered starts anew."""
 
     ban_s: float
     _faults: dict[str, int] = field(default_factory=dict)
@@ -105,9 +106,9 @@ class PeerHealth:
     _quarantined: dict[str, None] = field(default_factory=dict)  # a set in the order of time
 
     def report(self, error: SwarmError, now: float) -> bool:
-        """Take note of a failure; only errors that name a peer change anything. False: it was avoided already.
+        """Note a failure. Only errors that name a peer change anything. False: the peer was avoided already.
 
-        What one peer says of another proves nothing, and changes nothing.
+        One peer's report about another proves nothing and changes nothing.
         """
         if not isinstance(error, PeerError) or error.peer_id is None or error.is_hearsay:
             return True
@@ -117,7 +118,7 @@ class PeerHealth:
             return is_news
         if error.blames_peer:
             faults = self._faults.get(peer_id, 0)
-            if is_news or not faults:  # requests that it lets down at the same time are one fault
+            if is_news or not faults:  # several requests that fail at the same time are one fault
                 faults = self._faults[peer_id] = faults + 1
             pause = self.ban_s * min(MAX_BAN_FACTOR, 2 ** (faults - 1))
         elif isinstance(error, ServerOverloadedError | CacheFullError | BlocksNotServedError):
@@ -130,7 +131,7 @@ class PeerHealth:
         return is_news
 
     def _may_be_the_relay(self, peer_id: str, now: float) -> bool:
-        """True if a stream through a relay that was cut says nothing of the peer: once, until it is cut again."""
+        """True if the cut of a relayed stream says nothing about the peer: the first cut doesn't, the next one does."""
         cut_at = self._cut_at.setdefault(peer_id, now)
         if now - cut_at >= CUT_FORGOTTEN_S:
             cut_at = self._cut_at[peer_id] = now
@@ -139,7 +140,7 @@ class PeerHealth:
         return now - cut_at < SAME_CUT_S
 
     def succeeded(self, peer_id: str) -> None:
-        """The peer did what it was asked to."""
+        """Note that the peer did its task."""
         if peer_id in self._faults or peer_id in self._avoid_until:
             self._faults.pop(peer_id, None)
             self._avoid_until.pop(peer_id, None)
@@ -150,9 +151,9 @@ class PeerHealth:
         return frozenset(paused | self._quarantined.keys())
 
     def avoided_s(self, now: float) -> dict[str, float]:
-        """Seconds for which those are to be avoided whom one may use all the same where nobody else is left.
+        """Seconds left of each ban. A banned peer is used only as a last resort.
 
-        Whoever fails again meanwhile is avoided from then on, so of several each has its turn.
+        A peer that fails again is banned anew, so several banned peers take turns.
         """
         left = {peer_id: until - now for peer_id, until in self._avoid_until.items()}
         return {peer_id: left_s for peer_id, left_s in left.items() if left_s > 0}
@@ -162,12 +163,12 @@ class PeerHealth:
         return self.avoided(now) & (self._faults.keys() | self._quarantined.keys())
 
     def quarantine(self, peer_id: str) -> None:
-        """Never use the peer again: it was caught lying, which a pause doesn't mend."""
+        """Never use the peer again: it was caught lying, and a pause doesn't mend that."""
         self._quarantined[peer_id] = None
         if len(self._quarantined) > MAX_REMEMBERED:
             del self._quarantined[next(iter(self._quarantined))]
 
     @property
     def quarantined(self) -> frozenset[str]:
-        """Peers that are not to be used even when nobody else is left."""
+        """Peers not to use even as a last resort."""
         return frozenset(self._quarantined)

@@ -1,7 +1,7 @@
-"""Distances of servers from here, by samples that come now and then, and the servers to measure next.
+"""Distances of servers, learned from occasional samples, and the servers to measure next.
 
-Used by the client's swarm view and by `peers/other_servers`, which send the pings. Pure: the time is passed in,
-in seconds.
+Used by the client's swarm view and by `peers/other_servers`, which send the pings. Pure: the time is an argument, in
+seconds.
 """
 
 import math
@@ -15,12 +15,12 @@ from swarmllm.swarm.route_costs import RouteCosts
 from swarmllm.swarm.routing import find_route
 
 SMOOTHING = 0.3
-"""Weight of a new sample; a ping is itself the best of some."""
+"""Weight of a new sample. A ping is itself the best of some."""
 FORGET_S = 900.0
 """Assumed: paths through the internet and the load of home connections change within a quarter of an hour."""
 DIAL_ROUND_TRIPS = 8
-"""Round trips of a new connection and its first ping (TCP, Noise, yamux, our greeting). Counted at an emulated
-delay: who didn't answer yet is at least that far away."""
+"""Round trips of a new connection and its first ping (TCP, Noise, yamux, our greeting), counted at an emulated delay. A
+server that hasn't answered yet is at least that far away."""
 
 
 @dataclass
@@ -34,7 +34,7 @@ class RoundTrips:
     _tidied_at: float = -math.inf
 
     def begin(self, peer_id: str, now: float) -> None:
-        """A ping is under way."""
+        """Note that a ping was sent."""
         if now - self._tidied_at > FORGET_S:
             self._tidied_at = now
             for gone in [other for other, at in self._tried_at.items() if now - at > FORGET_S]:
@@ -44,7 +44,7 @@ class RoundTrips:
         self._waiting_since[peer_id] = now
 
     def observe(self, peer_id: str, ms: float, now: float) -> None:
-        """A sample."""
+        """Note a sample."""
         old = self._ms.get(peer_id)
         aged = now - self._seen_at.get(peer_id, now) > FORGET_S
         self._ms[peer_id] = ms if old is None or aged else old + SMOOTHING * (ms - old)
@@ -52,12 +52,12 @@ class RoundTrips:
         self._waiting_since.pop(peer_id, None)
 
     def fail(self, peer_id: str) -> None:
-        """The ping that was under way got no answer."""
+        """Note that the ping got no answer."""
         self._waiting_since.pop(peer_id, None)
         self._ms.pop(peer_id, None)
 
     def known(self, now: float) -> dict[str, float]:
-        """Distances that were measured and aren't too old; for a first ping under way, what it takes at least."""
+        """Measured distances that aren't too old. For a first ping without an answer, the least possible distance."""
         known = {peer_id: ms for peer_id, ms in self._ms.items() if now - self._seen_at[peer_id] < FORGET_S}
         least = RouteCosts(round_trips_ms=known).assumed_round_trip_ms
         for peer_id, since in self._waiting_since.items():
@@ -68,10 +68,10 @@ class RoundTrips:
     def to_measure(
         self, snapshot: SwarmSnapshot, *, count: int, avoid: Collection[str], generator: random.Random
     ) -> list[ServerInfo]:
-        """At most `count` servers whose distance would be good to know.
+        """At most `count` servers whose distance should be measured next.
 
-        First those that would be on the best route if all unknown ones were near, then whoever was not measured for the
-        longest time.
+        First come those that would be on the best route if all unknown ones were near, then those measured the longest
+        ago.
         """
         nobody_knows = {s.peer_id: self._ms.get(s.peer_id, 0.0) for s in snapshot.online()}
         try:

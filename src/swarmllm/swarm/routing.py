@@ -1,14 +1,13 @@
-"""The search for a route: the servers through which the blocks asked for take the least expected time; and for several
-routes, through which a batch flows fastest.
+"""The search for a route, the servers that run the blocks in the least expected time; and for several parallel routes.
 
-Called by the client's swarm view, `status` and the gateway's picture. Knows no network: `swarm/route_costs` says what a
-hop costs, from what servers announced and the client measured; the search adds the same up for all servers at once, in
-arrays.
+Used by the client's swarm view, `status` and the gateway's picture. It knows no network: `swarm/route_costs` computes
+the cost of a hop from servers' announcements and the client's measurements. The search adds up the same costs for all
+servers at once, in arrays.
 
-The search goes block by block and keeps, for each server, the cheapest way to have everything up to here done with that
-server as the last. At each boundary a way either stays with its server or changes to any other one that holds the next
-block. Most servers are no use to change *from*: those that are certainly dearer than another one, whatever comes next,
-are left out, and of the rest a beam of the best.
+The search goes block by block. For each server it keeps the cheapest way to finish everything up to here with that
+server as the last. At each boundary a way stays with its server or changes to any other server of the next block. Most
+servers are no use to change *from*: servers that are certainly dearer than another one, whatever follows, are left out.
+A beam of the best others is kept.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -27,15 +26,15 @@ BEAM_WIDTH = 32
 """Servers per boundary that a way may change from. Measured in benchmarks/routes.py: the best route was never missed
 with 1000 servers, and half as many save little time."""
 SHARE_WORTH_IT = 0.05
-"""Share of the fastest route's throughput: a slower one isn't worth its streams. Assumed."""
+"""Least share of the fastest route's throughput. A slower route isn't worth its streams. Assumed."""
 SEARCHES_PER_ROUTE = 2
-"""Searches for parallel routes, per route that is wanted."""
+"""Searches for parallel routes, per wanted route."""
 CROWDED = 4.0
-"""Times that a server seems slower to the next search for each full load that it has. Measured, 154 random swarms of 12
-servers, 4 routes: 0.95 (median) of what any number of routes could carry; 0.96 with 2, 0.94 with 10, and the worst case
-is the best with 4. Routes without a common server would carry 0.50, one route 0.38."""
+"""For each full load that a server has, it looks this many times slower to the next search. Measured with 154 random
+swarms of 12 servers and 4 routes: 0.95 (median) of what any number of routes could carry; 0.96 with 2, 0.94 with 10,
+and the worst case is best with 4. Routes without a common server would carry 0.50, one route 0.38."""
 ENOUGH_SEARCHES = 4
-"""After which there is no other route if none was found: the first one seems `CROWDED**3` times as slow then."""
+"""Give up after this many searches without a new route. By then the first route looks `CROWDED**3` times as slow."""
 
 MOVE_ROUND_TRIPS = 6
 """Round trips of a session's move: dialling, greeting, opening, linking, replaying."""
@@ -53,16 +52,16 @@ def find_route(
     costs: RouteCosts | None = None,
     beam_width: int = BEAM_WIDTH,
 ) -> list[RouteHop]:
-    """The route through `span` (default: all blocks) of least expected time, without the peers in `avoid`.
+    """The route of least expected time through `span` (default: all blocks), without the peers in `avoid`.
 
-    A hop may enter and leave a server's span anywhere that its traits allow.
+    A hop may enter and leave a server's span wherever its traits allow.
 
     Raises:
         MissingBlocksError: some blocks have no server, or no chain of allowed cuts joins them.
     """
     span = span or Span(0, snapshot.num_blocks)
     servers = [s for s in snapshot.online() if s.peer_id not in avoid and s.start < span.end and s.end > span.start]
-    route = _Search(servers, span, costs or RouteCosts()).run(beam_width) if servers else None
+    route = _Search(servers, span, costs or RouteCosts()).find_cheapest(beam_width) if servers else None
     if route is None:
         raise _missing(servers, span, snapshot.encoder_blocks)
     return route
@@ -76,11 +75,10 @@ def route_cost_ms(route: Iterable[RouteHop], costs: RouteCosts | None = None) ->
 def find_parallel_routes(
     snapshot: SwarmSnapshot, span: Span, *, avoid: Collection[str] = (), costs: RouteCosts, max_routes: int
 ) -> list[tuple[list[RouteHop], float]]:
-    """Routes that may share servers, and the share of the work that each should take, for most tokens per second.
+    """Parallel routes for the most tokens per second, and the share of the work for each. They may share servers.
 
-    A server of much throughput is in several routes, whose other servers it keeps busy together (SWARM parallelism,
-    section 3). The routes are the cheapest ones that are found as servers fill up one after the other; of those, a
-    maximum flow takes what each server can do.
+    A fast server is in several routes, whose other servers it keeps busy together (SWARM parallelism, section 3). The
+    routes are the cheapest ones while servers fill up one after another. A maximum flow decides how much each takes.
 
     Raises:
         MissingBlocksError: there is none.
@@ -102,7 +100,7 @@ def find_parallel_routes(
 def _searched(
     snapshot: SwarmSnapshot, span: Span, avoid: Collection[str], costs: RouteCosts, num_searches: int
 ) -> list[list[RouteHop]]:
-    """The cheapest routes that are found one after the other, each where the earlier ones leave most."""
+    """The cheapest routes, found one after another, each with the capacity that earlier ones leave."""
     by_id = {server.peer_id: server for server in snapshot.servers}
     found: dict[tuple[object, ...], list[RouteHop]] = {}
     loads: dict[str, float] = {}
@@ -112,7 +110,7 @@ def _searched(
         route = [RouteHop(by_id[hop.server.peer_id], hop.span) for hop in hops]
         speed = route_tokens_per_s(route)
         if found and not speed:
-            break  # somebody announced no throughput
+            break  # a server announced no throughput
         found.setdefault(tuple((hop.server.peer_id, hop.span) for hop in route), route)
         if not speed or (len(found) == 1 and search + 1 == ENOUGH_SEARCHES):
             break
@@ -122,13 +120,13 @@ def _searched(
 
 
 def _crowded(server: ServerInfo, loads: Mapping[str, float]) -> ServerInfo:
-    """The server as others find it whose work comes on top of this load, in shares of all that it can do."""
+    """The server as it looks when it already has this load, in shares of its capacity."""
     load = loads.get(server.peer_id, 0.0)
     return server.model_copy(update={"throughput": server.throughput / CROWDED**load}) if load else server
 
 
 def maximum_flow(routes: Sequence[Sequence[RouteHop]]) -> list[float]:
-    """Tokens per second through each of these routes, whose sum is the largest that their servers can do."""
+    """Tokens per second for each route, with the largest sum that the servers can do."""
     places = {peer_id: place for place, peer_id in enumerate({hop.server.peer_id for route in routes for hop in route})}
     usage = np.zeros((len(places), len(routes)))
     for idx, route in enumerate(routes):
@@ -146,7 +144,7 @@ def is_worth_moving(
     tokens_left: int,
     min_gain: float,
 ) -> bool:
-    """True if a session should leave its route for another one: clearly faster, by more than the move itself costs."""
+    """True if a session should move to another route: clearly faster, by more than the move itself costs."""
     before_ms, after_ms = route_cost_ms(current, costs), route_cost_ms(target, costs)
     if after_ms >= (1 - min_gain) * before_ms:
         return False
@@ -154,7 +152,7 @@ def is_worth_moving(
 
 
 def _move_ms(current: Sequence[RouteHop], target: Sequence[RouteHop], costs: RouteCosts) -> float:
-    """Opening sessions on the new servers and replaying what the old ones have seen."""
+    """Milliseconds to open sessions on the new servers and replay what the old ones have seen."""
     kept = {(hop.server.peer_id, hop.span) for hop in current}
     new = [hop for hop in target if (hop.server.peer_id, hop.span) not in kept]
     replaying = replace(costs, forward_tokens=max(1, costs.context_tokens))
@@ -170,13 +168,13 @@ class _Distances:
         num_servers = len(servers)
         sources, self._link_targets, self._link_ms = _announced_links([] if relayed else servers)
         self._link_starts = np.searchsorted(sources, np.arange(num_servers + 1))
-        # How far it is from a server to the nearest and to the furthest successor that there may be.
+        # Distance from each server to its nearest and furthest possible successor.
         self.nearest = half_ms.copy()
         self.furthest = half_ms + half_ms.max() if relayed else np.maximum(half_ms, half_ms.max())
         np.minimum.at(self.nearest, sources, self._link_ms)
         np.maximum.at(self.furthest, sources, self._link_ms)
         self._rows = np.empty((num_servers, num_servers), np.float64)
-        """A row is filled when it is needed."""
+        """Rows are filled when needed."""
         self._known = np.zeros(num_servers, bool)
 
     def rows(self, sources: NDArray[np.intp]) -> Floats:
@@ -196,7 +194,7 @@ class _Distances:
 
 
 def _announced_links(servers: Sequence[ServerInfo]) -> tuple[NDArray[np.intp], NDArray[np.intp], Floats]:
-    """Pairs of servers of which one announced the distance, ordered by the first, and how far one way is."""
+    """Pairs of servers with an announced distance, ordered by the first, and the milliseconds of one way."""
     index_of = {server.peer_id: index for index, server in enumerate(servers)}
     said = [
         (index, index_of[peer_id], round_trip_ms)
@@ -208,14 +206,14 @@ def _announced_links(servers: Sequence[ServerInfo]) -> tuple[NDArray[np.intp], N
         return np.empty(0, np.intp), np.empty(0, np.intp), np.empty(0)
     announcer, other = (np.array([pair[side] for pair in said], np.intp) for side in (0, 1))
     way_ms = np.array([pair[2] for pair in said]) / 2
-    # What a server says itself comes behind what the other one says, and so overwrites it.
+    # A server's own announcement comes after the other's, and so overwrites it.
     sources, targets = np.concatenate((other, announcer)), np.concatenate((announcer, other))
     order = np.argsort(sources, kind="stable")
     return sources[order], targets[order], np.tile(way_ms, 2)[order]
 
 
 class _Search:
-    """One search; indices are those of `servers`, boundaries count from the span's start."""
+    """One search. Indices are those of `servers`, boundaries count from the span's start."""
 
     def __init__(self, servers: Sequence[ServerInfo], span: Span, costs: RouteCosts) -> None:
         self._servers, self._span, self._length = servers, span, len(span)
@@ -228,7 +226,7 @@ class _Search:
         self._distances = _Distances(servers, self._half, costs.relayed)
         self._may_cut = self._allowed_cuts()
 
-    def run(self, beam_width: int) -> list[RouteHop] | None:
+    def find_cheapest(self, beam_width: int) -> list[RouteHop] | None:
         length, num_servers = self._length, len(self._servers)
         came_from = np.full((length, num_servers), STAYS, np.int32)
         begins = (self._starts <= 0) & self._may_cut[:, 0]
@@ -243,7 +241,7 @@ class _Search:
         return self._trace(came_from, last) if np.isfinite(cost[last]) else None
 
     def _change(self, boundary: int, cost: Floats, came_from: NDArray[np.int32], beam_width: int) -> Floats:
-        """The costs after those ways that gain by it have changed to another server here."""
+        """The costs after changing to another server here, where that is cheaper."""
         ends, may_cut = self._ends, self._may_cut[:, boundary]
         stay = np.where(ends > boundary, cost, np.inf)
         sources = np.flatnonzero(np.isfinite(cost) & may_cut)
@@ -260,7 +258,7 @@ class _Search:
         return stay
 
     def _beam(self, sources: NDArray[np.intp], cost: Floats, width: int) -> NDArray[np.intp]:
-        """The servers that no other one beats wherever the way goes on, and not more than `width`."""
+        """The servers that no other one beats, however the way goes on; at most `width`."""
         at_best = cost[sources] + self._distances.nearest[sources]
         at_worst = cost[sources] + self._distances.furthest[sources]
         useful = at_best <= at_worst.min()

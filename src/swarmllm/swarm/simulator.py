@@ -1,13 +1,12 @@
-"""A swarm of hundreds or thousands of servers in simulated time, which decide by the same `placement` as real ones.
+"""Simulate a swarm of up to thousands of servers, which decide by the same `placement` as real ones.
 
-Called by tests and benchmarks/simulate. No I/O, no clock, no torch: an event queue and a seeded random generator, so
-that the same seed gives the same run. What is simulated:
+Used by tests and benchmarks/simulate. No I/O, no clock, no torch: an event queue and a seeded random generator, so the
+same seed gives the same run. It simulates:
 
-- each server runs the loop that `placement` describes: a plan once per update period at a random phase, a claim, a
-  second look, draining, loading; while it moves it serves nothing;
-- a look into the DHT shows the swarm as it was some seconds ago, another while for each look; only its own record does
-  a server always see as it is;
-- who leaves withdraws its record; the record of one that crashed stays until it expires.
+- the loop of each server that `placement` describes: a plan once per update period at a random phase, a claim, a second
+look, draining, loading. A server serves nothing while it moves; - looks into the DHT, which show the swarm as it was
+some seconds ago, differently for each look. A server sees only its   own record as it is; - records: a leaving server
+withdraws its record, the record of a crashed one stays until it expires.
 """
 
 import heapq
@@ -34,9 +33,9 @@ class SimulationSettings:
     view_delay_s: float = 2.0
     """A look shows the swarm as it was at most this long ago. A claim is checked after twice this time."""
     drain_s: float = 10.0
-    """Assumed: until the sessions of a server that moves or leaves have been handed over."""
+    """Assumed: seconds until a moving or leaving server has handed over its sessions."""
     load_s_per_block: float = 2.0
-    """Assumed: a block of some hundred MB from a local disk."""
+    """Assumed: seconds to load a block of some hundred MB from a local disk."""
     seed: int = 0
 
 
@@ -52,7 +51,7 @@ class ServerSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """A server set off to other blocks."""
+    """A server began to move."""
 
     at_s: float
     peer_id: str
@@ -66,18 +65,18 @@ class _Server:
     load_s: float
     renewed_at_s: float
     period_starts: bool = False
-    """True if its periodic decisions have begun: they do when it is ONLINE for the first time."""
+    """True if its periodic decisions have begun. They begin when it is ONLINE for the first time."""
 
 
 @dataclass
 class SwarmSimulator:
-    """A swarm in simulated time: `join`, `leave` and `crash` befall it now or later, `run_until` lets time pass."""
+    """A swarm in simulated time. `join`, `leave` and `crash` happen now or later; `run_until` lets time pass."""
 
     settings: SimulationSettings
     now_s: float = 0.0
     moves: list[Move] = field(default_factory=list)
     num_plans: int = 0
-    """Decisions of servers, whether they led to a move or not."""
+    """Decisions of servers, with or without a move."""
     num_withdrawn_claims: int = 0
 
     def __post_init__(self) -> None:
@@ -89,21 +88,21 @@ class SwarmSimulator:
         self._views: deque[tuple[float, tuple[ServerInfo, ...]]] = deque([(0.0, ())])
         self._num_joined = 0
 
-    # --- what befalls the swarm
+    # --- events from outside
 
     def join(self, spec: ServerSpec, *, at_s: float | None = None, span: Span | None = None) -> str:
-        """A server comes and takes `span`, or what it finds best; its peer id."""
+        """Let a server join with `span`, or with the best blocks; return its peer id."""
         peer_id = f"{self._random.getrandbits(64):016x}-{self._num_joined:031d}"
         self._num_joined += 1
         self._at(at_s, partial(self._join, peer_id, spec, span))
         return peer_id
 
     def leave(self, peer_id: str, *, at_s: float | None = None) -> None:
-        """A server drains and withdraws its record."""
+        """Let a server drain and withdraw its record."""
         self._at(at_s, partial(self._leave, peer_id))
 
     def crash(self, peer_id: str, *, at_s: float | None = None) -> None:
-        """A server is gone at once; its record stays until it expires."""
+        """Let a server vanish at once. Its record stays until it expires."""
         self._at(at_s, partial(self._crash, peer_id))
 
     def churn(self, specs: Iterable[ServerSpec], *, for_s: float, crash_share: float = 0.5) -> None:
@@ -122,17 +121,17 @@ class SwarmSimulator:
         self.now_s = time_s
 
     def run_until_served(self, *, give_up_at_s: float) -> float | None:
-        """Run until every block has a server that is ONLINE; that time, or None if it did not come."""
+        """Run until every block has an ONLINE server. Returns that time, or None if it didn't come."""
         while self.snapshot().missing_blocks():
             if not self._events or self._events[0][0] > give_up_at_s:
                 return None
             self.run_until(self._events[0][0])
         return self.now_s
 
-    # --- what there is to see
+    # --- results
 
     def snapshot(self) -> SwarmSnapshot:
-        """The swarm as it is, without those that crashed."""
+        """The present swarm, without crashed servers."""
         return SwarmSnapshot(
             num_blocks=self.settings.num_blocks,
             servers=tuple(server.record for server in self._servers.values()),
@@ -140,7 +139,7 @@ class SwarmSimulator:
         )
 
     def bottleneck(self) -> float:
-        """Tokens per second of the block that the servers now ONLINE serve worst."""
+        """Tokens per second of the worst served block, counting ONLINE servers."""
         online = tuple(record.model_copy(update={"claim": None}) for record in self.snapshot().online())
         return min(block_throughputs(SwarmSnapshot(num_blocks=self.settings.num_blocks, servers=online)))
 
@@ -155,7 +154,7 @@ class SwarmSimulator:
     # --- events
 
     def _at(self, time_s: float | None, event: Callable[[], None]) -> None:
-        """Let something happen at a time; None = now."""
+        """Let an event happen at a time; None = now."""
         if time_s is None:
             event()
             return
@@ -267,18 +266,18 @@ class SwarmSimulator:
 
 
 def bottleneck_bound(snapshot: SwarmSnapshot) -> float:
-    """The bound of any placement of these servers: all blocks served alike, each server wholly in use.
+    """The upper bound for any placement of these servers: all blocks served alike, each server fully used.
 
-    The sum of throughput × blocks over all servers, divided by the blocks of the model. It is not always reachable:
-    servers can't be cut into pieces to fit together.
+    The sum of throughput × blocks over all servers, divided by the blocks of the model. It is not always reachable,
+    because servers can't be cut into pieces to fit together.
     """
     return sum(server.throughput * len(server.span) for server in snapshot.servers) / snapshot.num_blocks
 
 
 def route_cost_bound(snapshot: SwarmSnapshot) -> float:
-    """Milliseconds per token that no route through these servers can undercut, wherever they were placed.
+    """Milliseconds per token that no route through these servers can undercut, wherever they are placed.
 
-    Takes the blocks that are cheapest, hop included, server after server, as if any number of them fitted together.
+    Adds up the cheapest blocks, hops included, server by server, as if any number of them fitted together.
     """
     per_block = sorted((HOP_COST_MS / len(s.span) + s.decode_ms_per_block, len(s.span)) for s in snapshot.online())
     cost_ms, left = 0.0, snapshot.num_blocks
@@ -290,7 +289,7 @@ def route_cost_bound(snapshot: SwarmSnapshot) -> float:
 
 
 def route_cost_ratio(snapshot: SwarmSnapshot) -> float:
-    """Cost of the best route relative to `route_cost_bound`, 1 = as good as can be.
+    """Cost of the best route relative to `route_cost_bound`; 1 is the optimum.
 
     Raises:
         MissingBlocksError: some blocks have no server.
@@ -299,7 +298,7 @@ def route_cost_ratio(snapshot: SwarmSnapshot) -> float:
 
 
 def mixed_servers(count: int, *, max_blocks: int, seed: int) -> list[ServerSpec]:
-    """Servers from small to large, slow to fast: memory for 2 to 24 blocks, ten times between speeds, and some noise.
+    """Servers from small to large and slow to fast: memory for 2 to 24 blocks, speeds ten times apart, and some noise.
 
     Assumed: consumer cards to data centre ones, each serving as many blocks as fit.
     """
@@ -319,9 +318,9 @@ def mixed_servers(count: int, *, max_blocks: int, seed: int) -> list[ServerSpec]
 
 
 def grown_swarm(settings: SimulationSettings, specs: Sequence[ServerSpec], *, over_s: float) -> SwarmSimulator:
-    """A swarm whose servers join at random times within `over_s`, run until all are there and have settled.
+    """Make a swarm whose servers join at random times within `over_s`, and run it until all have settled.
 
-    Settled: no server set off for three update periods. Gives up after 60.
+    Settled: no server began to move for three update periods. Gives up after 60.
     """
     simulator = SwarmSimulator(settings)
     rng = random.Random(settings.seed)
@@ -333,7 +332,7 @@ def grown_swarm(settings: SimulationSettings, specs: Sequence[ServerSpec], *, ov
 
 
 def settle(simulator: SwarmSimulator, *, quiet_periods: int = 3, max_periods: int = 60) -> bool:
-    """Run until no server has set off for `quiet_periods` update periods and all are ONLINE; False if never."""
+    """Run until no server has begun to move for `quiet_periods` update periods and all are ONLINE. False if never."""
     period_s = simulator.settings.update_period_s
     for _ in range(max_periods):
         simulator.run_until(simulator.now_s + period_s)

@@ -1,7 +1,7 @@
-"""How blocks are written where people read: `4:8`, or `encoder 2:4, decoder 0:6` in a model that has both stacks.
+"""Blocks in words: `4:8`, or `encoder 2:4, decoder 0:6` in a model with both stacks.
 
-Messages and `--block_indices` number the blocks of both one after the other. Used wherever a swarm is shown; the page
-`/swarm` writes them in the same way (`gateway/pages/picture.js`).
+Messages and `--block_indices` number the blocks of both stacks one after the other. Used wherever a swarm is shown. The
+page `/swarm` writes them in the same way (`gateway/pages/picture.js`).
 """
 
 from collections.abc import Sequence
@@ -10,14 +10,14 @@ from swarmllm.data_structures import Span
 
 
 def stack_spans(num_blocks: int, encoder_blocks: int) -> list[tuple[str, Span]]:
-    """(name, blocks) of each stack; one without a name, if the model has no encoder beside its decoder."""
+    """(name, blocks) of each stack; a single one without a name if the model has no encoder."""
     if not 0 < encoder_blocks < num_blocks:
         return [("", Span(0, num_blocks))]
     return [("encoder", Span(0, encoder_blocks)), ("decoder", Span(encoder_blocks, num_blocks))]
 
 
 def describe_span(start: int, end: int, encoder_blocks: int = 0) -> str:
-    """Blocks [start, end), in each stack numbered from 0."""
+    """Blocks [start, end) in words, numbered from 0 in each stack."""
     parts = []
     for name, stack in stack_spans(max(end, encoder_blocks + 1), encoder_blocks):
         first, last = max(start, stack.start), min(end, stack.end)
@@ -38,19 +38,19 @@ def describe_blocks(blocks: Sequence[int], encoder_blocks: int = 0) -> str:
 def command_to_serve(
     blocks: Sequence[int], model: str, initial_peers: Sequence[str] = (), *, is_private: bool = False
 ) -> str:
-    """The command that serves the first run of these blocks: what a message about missing blocks tells to type.
+    """The command that serves the first run of these blocks, for messages about missing blocks.
 
     `is_private`: only an invite brings a server into this swarm. With an address alone it would be announced publicly.
     """
     start, end = _runs(blocks)[0]
     peer = "INVITE" if is_private else next(iter(initial_peers), "")
     peers = f" --initial_peers {peer}" if peer else ""
-    place = model if "/" in model else f"/path/to/{model}"  # a directory is known to the swarm by its own name alone
+    place = model if "/" in model else f"/path/to/{model}"  # the swarm knows a directory by its own name alone
     return f"swarmllm server --model {place} --block_indices {start}:{end}{peers}"
 
 
 def _runs(blocks: Sequence[int]) -> list[tuple[int, int]]:
-    """Neighbours taken together: [3, 4, 5, 9] → [(3, 6), (9, 10)]."""
+    """Join neighbours: [3, 4, 5, 9] → [(3, 6), (9, 10)]."""
     runs: list[tuple[int, int]] = []
     for block in sorted(blocks):
         if runs and block == runs[-1][1]:

@@ -28,7 +28,7 @@ sys.path.append(str(HERE.parent))
 from gguf_writer import interleaved, stored_name  # noqa: E402
 
 LARGEST = 0.3
-"""Of a block's weights: such as models have."""
+"""Largest value of a block's weights, as models have it."""
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
@@ -222,7 +222,7 @@ def describe_tokenizer(writer: gguf.GGUFWriter, config) -> None:
 
 
 def compare(name: str, directory: Path) -> None:
-    """What transformers reads with the same weights stored as ever."""
+    """The model that transformers reads from the same weights without packing."""
     plain = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).state_dict()
     try:
         model = AutoModelForCausalLM.from_pretrained(HERE / "gguf", gguf_file=f"{name}.gguf", dtype=torch.float32)

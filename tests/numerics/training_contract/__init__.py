@@ -57,7 +57,7 @@ Contract = Mapping[str, Entry]
 
 
 def assert_equal(got: Any, wanted: Any, where: str = "") -> None:
-    """Whether two results are the same, up to the order of adding up."""
+    """True if two results are the same, up to the order of adding up."""
     if isinstance(wanted, Tensor):
         assert isinstance(got, Tensor), where
         assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype), where
@@ -80,7 +80,7 @@ def assert_equal(got: Any, wanted: Any, where: str = "") -> None:
 
 
 def logits(model: Any) -> Tensor:
-    """What the model says to a text."""
+    """The model's logits for a text."""
     with torch.no_grad():
         found: Tensor = model(input_ids=torch.arange(3, 24).view(3, 7)).logits
     return found

@@ -44,7 +44,7 @@ def mixed(use: Callable[[Any], object]) -> Check:
 
 
 def after(change: Callable[[Any], object]) -> Callable[[Any], object]:
-    """What the model says then, and what is trained in it."""
+    """The model's outputs then, and its trained parameters."""
 
     def use(model: Any) -> object:
         change(model)

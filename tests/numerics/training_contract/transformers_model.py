@@ -27,7 +27,7 @@ def same(name: str) -> Equal:
 
 
 def then(change: Callable[[Any], object], note: str = "") -> Equal:
-    """What the model says and learns after a change."""
+    """The model's outputs and gradients after a change."""
 
     def check(model: Any) -> object:
         change(model)

@@ -1,4 +1,4 @@
-"""What is remembered of adapters on servers."""
+"""Adapters that a client has sent to servers, and how long it remembers them."""
 
 from types import SimpleNamespace
 from typing import Any

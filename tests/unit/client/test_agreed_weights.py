@@ -43,7 +43,7 @@ def test_records_of_strangers_have_no_say() -> None:
     assert Client("").left_out(A, *ghosts) == ""
 
 
-def test_who_is_avoided_has_no_say() -> None:
+def test_an_avoided_server_has_no_say() -> None:
     client = Client("ab")
     assert client.left_out(A, B) == "b"
     assert client.left_out(A, B, avoided="a") == "a"

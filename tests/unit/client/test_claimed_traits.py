@@ -56,7 +56,7 @@ def test_what_the_blocks_can_do() -> None:
 
 
 def test_the_two_stacks_are_compared_apart() -> None:
-    """Of an encoder of 4 blocks and a decoder of 3."""
+    """Traits of an encoder of 4 blocks and a decoder of 3."""
     own, encoder = BlockTraits(encoder=StackTraits(block_output=1), takes_source=True), Span(0, 4)
     check_claims("peer", served(0, 4, encoder=StackTraits(block_output=1)), own, encoder)
     check_claims("peer", served(4, 7, takes_source=True), own, encoder)
@@ -82,7 +82,7 @@ def test_servers_that_the_user_trusts_are_believed_together() -> None:
 
 @pytest.mark.parametrize(("start", "end", "traits"), [(0, 4, ENCODER), (2, 5, BOTH), (4, 7, DECODER)])
 def test_a_server_of_a_version_without_encoders_is_refused(start: int, end: int, traits: BlockTraits) -> None:
-    """Of an encoder of 4 blocks and a decoder of 3; an older server says nothing of either."""
+    """Claims about an encoder of 4 blocks and a decoder of 3; an older server says nothing of either."""
     encoder = Span(0, 4)
     check_claims("peer", ServedBlocks(start=start, end=end, traits=traits), BOTH, encoder)
     check_claims("peer", ServedBlocks(start=start, end=end), BOTH, encoder)  # it is still loading

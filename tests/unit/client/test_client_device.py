@@ -55,7 +55,7 @@ def test_models_of_a_gateway() -> None:
 class Loop:
     """Runs what it is given, in place of a client's event loop."""
 
-    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+    def run_coroutine(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run(work)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tests.gateway.vision_model import save_vision_model
 from tests.numerics.tiny_encoder_decoders import save_tiny_model as save_tiny_encoder_decoder
-from tests.numerics.tiny_hearing_models import save_tiny_model
+from tests.numerics.tiny_speech_models import save_tiny_model
 
 from swarmllm import AutoDistributedModel, ClientConfig
 from swarmllm.client.speculative_generation import UNGUESSED, require_no_drafts
@@ -16,7 +16,7 @@ NOBODY = "/ip4/127.0.0.1/tcp/1/p2p/QmcgpsyWgH8Y8ajJz1Cu72KnS5uo2Aa2LpzU7kinSupNK
 
 
 @pytest.mark.parametrize(
-    ("kind", "what"), [("llava", "model that sees"), ("whisper", "model that hears"), ("t5", "encoder-decoder")]
+    ("kind", "what"), [("llava", "model with vision"), ("whisper", "model with audio"), ("t5", "encoder-decoder")]
 )
 @pytest.mark.parametrize("speculation", ["ngram", "mtp", "some/draft"])
 def test_refused_at_once(kind: str, what: str, speculation: str, tmp_path: Path) -> None:

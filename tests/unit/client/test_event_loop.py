@@ -30,9 +30,9 @@ def test_values_and_errors_cross(loop: EventLoop) -> None:
     async def fail() -> None:
         raise ValueError("no")
 
-    assert loop.run(answer()) == 42
+    assert loop.run_coroutine(answer()) == 42
     with pytest.raises(ValueError, match="no"):
-        loop.run(fail())
+        loop.run_coroutine(fail())
 
 
 def test_the_calling_thread_does_something_meanwhile(loop: EventLoop) -> None:
@@ -51,9 +51,9 @@ def test_the_calling_thread_does_something_meanwhile(loop: EventLoop) -> None:
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        loop.run(wait(), meanwhile=fail)
+        loop.run_coroutine(wait(), meanwhile=fail)
     assert cancelled.wait(60)
-    assert loop.run(wait(), meanwhile=lambda: loop.call_soon(set_event(done))) == 42
+    assert loop.run_coroutine(wait(), meanwhile=lambda: loop.call_soon(set_event(done))) == 42
 
 
 async def set_event(event: asyncio.Event) -> None:
@@ -64,7 +64,7 @@ def test_a_closed_loop_runs_nothing(loop: EventLoop) -> None:
     loop.close()
     loop.close()
     with pytest.raises(SessionClosedError):
-        loop.run(answer())
+        loop.run_coroutine(answer())
     loop.call_soon(answer())
 
 
@@ -72,13 +72,13 @@ def test_a_forked_process_is_told_that_it_has_none(loop: EventLoop) -> None:
     pid = os.fork()
     if not pid:
         try:
-            loop.run(answer())
+            loop.run_coroutine(answer())
         except SessionClosedError as error:
             os._exit("forked" not in str(error))
         finally:
             os._exit(2)
     assert os.waitpid(pid, 0)[1] == 0
-    assert loop.run(answer()) == 42
+    assert loop.run_coroutine(answer()) == 42
 
 
 def test_a_task_that_fails_ends_nothing_else(loop: EventLoop, caplog: pytest.LogCaptureFixture) -> None:
@@ -92,8 +92,8 @@ def test_a_task_that_fails_ends_nothing_else(loop: EventLoop, caplog: pytest.Log
         assert not other.done()
         return found
 
-    assert [type(error) for error in loop.run(spawn())] == [RuntimeError, PeerError]
-    assert loop.run(answer()) == 42
+    assert [type(error) for error in loop.run_coroutine(spawn())] == [RuntimeError, PeerError]
+    assert loop.run_coroutine(answer()) == 42
     assert [record.message for record in caplog.records] == ["some task failed; everything else goes on"]
     assert caplog.records[0].exc_info is not None
 
@@ -114,17 +114,17 @@ def test_tasks_that_others_begin_while_they_end_are_ended_too(loop: EventLoop) -
         loop.spawn(begin(3))
         await asyncio.sleep(0)
 
-    loop.run(spawn())
+    loop.run_coroutine(spawn())
     loop.close()
     assert sorted(ended) == [0, 1, 2, 3]
 
 
 def test_the_loop_does_not_wait_for_itself(loop: EventLoop) -> None:
     async def nested() -> None:
-        loop.run(answer())
+        loop.run_coroutine(answer())
 
     with pytest.raises(RuntimeError, match="wait for itself"):
-        loop.run(nested())
+        loop.run_coroutine(nested())
 
 
 def test_closing_ends_calls_of_other_threads(loop: EventLoop) -> None:
@@ -137,7 +137,7 @@ def test_closing_ends_calls_of_other_threads(loop: EventLoop) -> None:
 
     def call() -> None:
         try:
-            loop.run(for_ever())
+            loop.run_coroutine(for_ever())
         except SessionClosedError as error:
             errors.append(error)
 
@@ -159,7 +159,7 @@ def test_calls_while_it_is_being_closed_end_in_some_way() -> None:
             begin.wait()
             try:
                 while True:
-                    assert loop.run(answer()) == 42
+                    assert loop.run_coroutine(answer()) == 42
             except SessionClosedError:
                 pass
 
@@ -198,11 +198,11 @@ def test_a_call_under_way_ends_before_what_it_leans_on(loop: EventLoop) -> None:
 
     def call() -> None:
         try:
-            loop.run(leaning())
+            loop.run_coroutine(leaning())
         except SessionClosedError:
             events.append("is told so")
 
-    loop.run(begin())
+    loop.run_coroutine(begin())
     thread = threading.Thread(target=call)
     thread.start()
     assert entered.wait(5)
@@ -240,9 +240,9 @@ def test_tasks_do_not_keep_the_callers_context_alive(loop: EventLoop) -> None:
         loop.spawn(asyncio.Event().wait())
 
     token = variable.set(owner := Owner())
-    loop.run(spawn())
+    loop.run_coroutine(spawn())
     loop.call_soon(asyncio.Event().wait())
-    loop.run(answer())
+    loop.run_coroutine(answer())
     variable.reset(token)
     forgotten = weakref.ref(owner)
     del owner, token
@@ -266,7 +266,7 @@ def test_what_is_to_be_cleaned_up_is_cleaned_up(loop: EventLoop) -> None:
         await asyncio.sleep(0)
 
     loop.on_close.append(clean_up)
-    loop.run(spawn())
+    loop.run_coroutine(spawn())
     loop.close()
     assert done == ["cancelled", "cleaned"]
 
@@ -291,7 +291,7 @@ def test_what_does_not_end_keeps_nobody_from_closing(
         loop.spawn(stubborn())
 
     if is_task:
-        loop.run(spawn())
+        loop.run_coroutine(spawn())
     else:
         loop.on_close.append(stubborn)
     loop.on_close.append(clean_up)
@@ -302,13 +302,13 @@ def test_what_does_not_end_keeps_nobody_from_closing(
     loop._thread.join(120)
 
 
-def test_a_forked_process_closes_nothing_whoever_held_the_lock(loop: EventLoop) -> None:
+def test_a_forked_process_closes_nothing_even_if_the_lock_was_held(loop: EventLoop) -> None:
     with loop._lock:
         holder = threading.Thread(target=fork_and_close, args=[loop])
         holder.start()
         holder.join(120)
         assert not holder.is_alive()
-    assert loop.run(answer()) == 42
+    assert loop.run_coroutine(answer()) == 42
 
 
 def fork_and_close(loop: EventLoop) -> None:

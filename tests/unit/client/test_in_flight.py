@@ -1,4 +1,4 @@
-"""Steps in flight: what fails is told to all who wait, and to those who come later in the same epoch."""
+"""Steps in flight: a failure fails all steps that wait, and later ones of the same chain version."""
 
 import asyncio
 from types import SimpleNamespace
@@ -44,7 +44,7 @@ def reported() -> list[SwarmError]:
 def in_flight(hops: OneHop, reported: list[SwarmError]) -> InFlight:
     view: Any = SimpleNamespace(report=reported.append)
     in_flight = InFlight(view, SessionText(BlockTraits(), TextRoom(10)), hops, asyncio.Lock())  # type: ignore[arg-type]
-    in_flight.begin_epoch()
+    in_flight.begin_version()
     return in_flight
 
 
@@ -63,7 +63,7 @@ async def test_a_broken_connection_fails_all_steps_and_those_that_come_later(
     late = in_flight.add(INPUTS, 1)
     assert waiting.done.exception() is late.done.exception() is error
     assert reported == [error], "nobody else takes note between two steps"
-    in_flight.begin_epoch()
+    in_flight.begin_version()
     fresh = in_flight.add(INPUTS, 1)
     assert not fresh.done.done()
     for step in (waiting, late, fresh):
@@ -71,10 +71,10 @@ async def test_a_broken_connection_fails_all_steps_and_those_that_come_later(
     assert not in_flight
 
 
-async def test_what_belongs_to_an_earlier_epoch_is_ignored(in_flight: InFlight, hops: OneHop) -> None:
+async def test_what_belongs_to_an_earlier_version_is_ignored(in_flight: InFlight, hops: OneHop) -> None:
     old = in_flight.add(INPUTS, 0)
     in_flight.remove(old)
-    in_flight.begin_epoch()
+    in_flight.begin_version()
     step = in_flight.add(INPUTS, 0)
     await fail(in_flight, hops, old.request)
     assert not step.done.done()
@@ -96,7 +96,7 @@ async def test_abandoned_steps_are_forgotten_when_nobody_will_answer_them(in_fli
         in_flight.abandon(step)
     in_flight.forget_abandoned(before=second.request)
     assert len(in_flight) == 2
-    in_flight.begin_epoch()
+    in_flight.begin_version()
     await asyncio.sleep(0)
     assert len(in_flight) == 1
     assert not wanted.done.done()

@@ -1,4 +1,4 @@
-"""What may follow in a session, and whether its servers have room for it, before anything is sent."""
+"""Texts that may follow in a session, and the room of its servers, before anything is sent."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What this machine could do alone."""
+"""Speed and memory of this machine alone."""
 
 import pytest
 import torch

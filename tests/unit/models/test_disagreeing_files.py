@@ -50,7 +50,7 @@ def path(saved: Path, tmp_path: Path) -> Path:
 
 
 def tensors(path: Path, add: float = 0.0) -> dict[str, Tensor]:
-    """Those of the checkpoint, of which this one differs."""
+    """The fields of the checkpoint, from which this one differs."""
     return {name: tensor + add for name, tensor in load_file(path / SINGLE).items()}
 
 
@@ -124,7 +124,7 @@ def test_the_file_that_the_config_names(path: Path, named: str) -> None:
 @pytest.mark.parametrize("named", ["../model.safetensors", "model.pt", 5, ["model.safetensors"]])
 def test_a_config_that_names_no_such_file(path: Path, named: Any) -> None:
     change_config(path, transformers_weights=named)
-    with pytest.raises(UnsupportedModelError, match="must name a safetensors file beside it"):
+    with pytest.raises(UnsupportedModelError, match="must name a safetensors file in its directory"):
         open_checkpoint(str(path)).weight_map()
 
 

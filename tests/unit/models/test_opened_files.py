@@ -1,4 +1,4 @@
-"""Whether the files of a checkpoint still hold what they held when it was opened."""
+"""Files of a checkpoint that have changed since it was opened."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""What is left out by seeds: as often as asked for, without a pattern, and the same however a batch is cut."""
+"""Dropout by seeds: at the asked rate, without a pattern, and the same however a batch is cut."""
 
 import math
 

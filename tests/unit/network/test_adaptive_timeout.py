@@ -1,4 +1,4 @@
-"""How long a silent peer is waited for: short where it was quick, long where anything is slow."""
+"""The time to wait for a silent peer: short if it was quick, long if anything is slow."""
 
 import math
 
@@ -44,7 +44,7 @@ def test_silence_is_too_long_after_some_of_the_slowest_round_trips_of_late(round
 
 @given(st.floats(0.0, 0.4))
 def test_a_frozen_peer_on_a_busy_machine_is_given_up_within_four_seconds(slow_s: float) -> None:
-    """Of round trips at a load of 26, the slowest took 0.27 s."""
+    """At a load of 26, the slowest round trip took 0.27 s."""
     assert waiting(slow_s).ends_at() <= 3.6
 
 

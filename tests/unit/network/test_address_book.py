@@ -23,7 +23,7 @@ class Clock:
         return self.now
 
 
-def test_another_process_finds_who_was_met(tmp_path: Path) -> None:
+def test_another_process_finds_peers_that_were_met(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "peers.json"
     book = AddressBook(path, [FOUNDER])
     assert book.note(OTHERS[0], [ADDR])
@@ -116,4 +116,4 @@ def test_a_file_that_is_too_large_or_a_disk_that_is_full(tmp_path: Path, caplog:
     book = AddressBook(tmp_path / "peers.json" / "no directory", [FOUNDER])
     book.note(OTHERS[0], [ADDR])
     book.write()
-    assert "can't be kept" in caplog.text
+    assert "can't save the known peers" in caplog.text

@@ -1,4 +1,4 @@
-"""What is compressed, for whom, and when; tests/properties has the bounds."""
+"""Compression of tensors: which, for which peers, and when; tests/properties has the bounds."""
 
 import asyncio
 from typing import Any

@@ -1,4 +1,4 @@
-"""What nodes of the DHT do for each other, without any daemon."""
+"""Requests between nodes of the DHT, without any daemon."""
 
 import asyncio
 import time

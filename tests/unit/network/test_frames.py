@@ -63,7 +63,7 @@ def test_lists_arrive_as_tuples_which_strict_headers_need() -> None:
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (b"GET / HTTP/1.1\r\nHost: here\r\n", "begin a frame"),
+        (b"GET / HTTP/1.1\r\nHost: here\r\n", "one must begin"),
         (frame(STEP, layout=2), "format 2"),
         (frame(STEP, flags=2), "flags"),
         (frame(99), "type 99"),
@@ -73,9 +73,9 @@ def test_lists_arrive_as_tuples_which_strict_headers_need() -> None:
         (frame(STEP, header=msgpack.packb([1])), "map"),
         (frame(STEP, header=msgpack.packb({b"id": 1})), "map"),
         (frame(STEP, header=EMPTY + EMPTY), "msgpack"),
-        (frame(STEP, total=5), "without any"),
+        (frame(STEP, total=5), "begins without it"),
         (frame(STEP, b"123", total=2), "cap"),
-        (frame(CONTINUE, b"1", header=b""), "not begun"),
+        (frame(CONTINUE, b"1", header=b""), "never began"),
         (frame(STEP, b"1", total=3) + frame(STEP, b"1"), "within another"),
         (frame(STEP, b"1", total=3) + frame(CONTINUE, b"1", header=b"", total=4), "contradicts"),
         (frame(STEP, b"1", total=3) + frame(CONTINUE, b"1", total=3), "contradicts"),

@@ -1,4 +1,4 @@
-"""What peers have sent and nobody has taken: bounded for each of them and for all, and it has to go on."""
+"""Messages that peers have sent and nobody has taken: bounded for each peer and for all, and they have to go on."""
 
 import asyncio
 from collections.abc import Callable
@@ -58,7 +58,7 @@ def test_a_peer_that_has_too_much_loses_the_stream_that_grows() -> None:
     assert not other.ended
 
 
-def test_when_all_have_too_much_who_has_most_loses_most() -> None:
+def test_when_all_have_too_much_the_largest_loses_most() -> None:
     intake = Intake(max_bytes_per_peer=100, max_bytes=200)
     greedy = [Held(intake, "mallory") for _ in range(3)]
     for held, num_bytes in zip(greedy, (20, 45, 25), strict=True):
@@ -117,7 +117,7 @@ async def test_unfinished_and_waiting_messages_of_one_peer_count_together(half_s
     ends[2][1].write(wire[: BIG // 2])
     await until(lambda: intake.num_bytes > 2 * BIG)
     ends[3][1].write(wire)
-    with pytest.raises(RemoteProtocolError, match="more was sent at once"):
+    with pytest.raises(RemoteProtocolError, match="too much was sent at once"):
         await ends[3][0].receive()
     assert not any(stream.closed for stream, _ in ends[:3])
     ends[0][1].write(wire[-1:])

@@ -1,4 +1,4 @@
-"""What a link carries, from the times of messages."""
+"""Bytes a second of a link, from the times of messages."""
 
 import pytest
 

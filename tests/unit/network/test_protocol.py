@@ -121,7 +121,7 @@ async def test_anything_but_a_greeting_is_refused(streams: Streams) -> None:
         await welcome(server)
 
 
-async def test_whoever_never_greets_is_given_up(streams: Streams) -> None:
+async def test_a_peer_that_never_greets_is_given_up(streams: Streams) -> None:
     client, server = streams
     with pytest.raises(PeerTimeoutError, match="no HELLO"):
         await welcome(server, timeout_s=0.01)

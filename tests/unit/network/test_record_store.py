@@ -1,4 +1,4 @@
-"""What a node of the DHT keeps, however much it is given."""
+"""Records that a node of the DHT keeps, however many it is given."""
 
 from random import Random
 

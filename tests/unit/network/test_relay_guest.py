@@ -77,7 +77,7 @@ async def kept(relays: FakeRelays, *candidates: RelayPeer) -> tuple[str, ...]:
     guest = RelayGuest(relays.open, lambda: candidates)
     await guest.fill()
     names = tuple(sorted(one.peer_id for one in guest.relays))
-    running = asyncio.create_task(guest.run())
+    running = asyncio.create_task(guest.keep_reservations())
     await asyncio.sleep(0)
     running.cancel()
     await asyncio.wait([running])
@@ -119,7 +119,7 @@ async def test_addresses_take_turns_between_relays() -> None:
         circuit_through(two[1].addrs[0], "r2"),
         circuit_through(two[0].addrs[1], "r1"),
     )
-    running = asyncio.create_task(guest.run())
+    running = asyncio.create_task(guest.keep_reservations())
     await asyncio.sleep(0)
     running.cancel()
     await asyncio.wait([running])

@@ -1,4 +1,4 @@
-"""Who may take part in a relay, and how many bytes pass."""
+"""Places at a relay, and bytes that pass."""
 
 import asyncio
 from types import SimpleNamespace

@@ -23,6 +23,10 @@ BIG = 8 << 20
 Streams = tuple[FrameStream, FrameStream]
 
 
+def is_receiving(stream: FrameStream) -> bool:
+    return stream._inbox._receiver is not None
+
+
 async def wait_until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(120):
         while not condition():  # noqa: ASYNC110 - the streams tell nobody of these states
@@ -116,7 +120,7 @@ async def test_a_silent_peer_is_given_up(half_stream) -> None:
         await stream.send(MessageType.STEP, {})
 
 
-async def test_a_silent_peer_for_whom_somebody_waits_is_given_up_sooner(
+async def test_a_silent_peer_is_given_up_sooner_while_somebody_waits(
     half_stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not before it has answered a ping; and as usual when nobody waits any more."""
@@ -172,7 +176,7 @@ async def test_a_stop_of_this_process_is_not_blamed_on_the_peer(streams: Streams
 async def test_garbage_ends_the_stream_and_the_peer_is_told(half_stream, garbage: bytes) -> None:
     stream, (reader, writer) = await half_stream()
     writer.write(garbage)
-    with pytest.raises(RemoteProtocolError, match="begin a frame"):
+    with pytest.raises(RemoteProtocolError, match="one must begin"):
         await stream.receive()
     (message,) = FrameDecoder().feed(await reader.read())
     assert message.type is MessageType.ERROR
@@ -219,7 +223,7 @@ async def test_a_hang_up_wakes_the_receiver_and_complete_messages_come_first(str
 async def test_closing_wakes_the_own_receiver(streams: Streams) -> None:
     client, _ = streams
     receiving = asyncio.create_task(client.receive())
-    await wait_until(lambda: client._inbox._receiver is not None)
+    await wait_until(lambda: is_receiving(client))
     await client.close()
     with pytest.raises(SessionClosedError):
         await receiving
@@ -294,7 +298,7 @@ async def test_a_message_that_its_sender_has_left_ends_with_the_stream(half_stre
 async def test_a_cancelled_receive_loses_nothing(streams: Streams) -> None:
     client, server = streams
     receiving = asyncio.create_task(server.receive())
-    await wait_until(lambda: server._inbox._receiver is not None)
+    await wait_until(lambda: is_receiving(server))
     receiving.cancel()
     with pytest.raises(asyncio.CancelledError):
         await receiving
@@ -321,7 +325,7 @@ async def test_what_nobody_receives_fills_a_bounded_inbox(streams: Streams, monk
 async def test_two_receivers_are_a_bug_of_ours(streams: Streams) -> None:
     client, _ = streams
     receiving = asyncio.create_task(client.receive())
-    await wait_until(lambda: client._inbox._receiver is not None)
+    await wait_until(lambda: is_receiving(client))
     with pytest.raises(LocalProtocolError, match="two tasks"):
         await client.receive()
     receiving.cancel()

@@ -1,4 +1,4 @@
-"""Who is counted: only those who have been met, and serve what their records say."""
+"""Peers that count: only those that were met, and serve the blocks of their records."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -111,7 +111,7 @@ async def test_a_server_that_has_moved_is_met_again(peer: FakePeer, verified: Ve
     assert len(peer.dialled) == 2
 
 
-async def test_who_is_asked_again_counts_when_it_answers(peer: FakePeer, verified: VerifiedPeers) -> None:
+async def test_a_peer_that_is_asked_again_counts_when_it_answers(peer: FakePeer, verified: VerifiedPeers) -> None:
     """They were met a while ago, and some of them may have died since."""
     servers = [info("alive"), info("dead"), info("frozen"), info("busy")]
     peer.says = {server.peer_id: LOADED for server in servers}

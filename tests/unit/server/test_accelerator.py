@@ -75,7 +75,7 @@ class Blocks:
         self.blocks = self
         self.traits = type("", (), {"batch_axis": 0})()
 
-    def run(self, calls: Sequence[SessionCall]) -> list[Tensor]:
+    def run_calls(self, calls: Sequence[SessionCall]) -> list[Tensor]:
         return [self._device.launch(call.inputs + 1, self._compute_s) for call in calls]  # type: ignore[operator]
 
 
@@ -134,14 +134,14 @@ async def test_batches_are_there_when_they_are_told(thread: DeviceThread, device
         yield
         return kept, {"hidden_states": device.launch(torch.full((2,), 2.0), COMPUTE_S), "same": first}
 
-    timed = await thread.run_in_turns(turns(), Priority.BATCH)
+    timed = await thread.run_in_turns(turns(), Priority.SESSIONLESS)
     assert timed.value[0] is kept
     assert timed.value[1]["hidden_states"].tolist() == [2, 2]
     assert timed.value[1]["same"].tolist() == [1, 1, 1]
     assert timed.compute_us >= 2 * COMPUTE_S * 1e6, "both turns count, also the one that gives nothing yet"
 
 
-async def test_the_time_of_the_device_is_what_is_measured(thread: DeviceThread, device: Device) -> None:
+async def test_the_time_of_the_device_is_measured(thread: DeviceThread, device: Device) -> None:
     """By the meter, by the answer, and by the account: fairness and training's share are of seconds of the device."""
     timed = await thread.run_step(Step(Blocks(device, COMPUTE_S), "a"))
     assert timed.compute_us >= COMPUTE_S * 1e6
@@ -160,7 +160,7 @@ async def test_the_event_loop_does_not_wait_for_the_device(thread: DeviceThread,
     assert (timed.value + 1).tolist() == [[[2.0]]], "without a word to the device"
 
 
-async def test_what_the_device_fails_at_fails_those_who_asked(thread: DeviceThread, device: Device) -> None:
+async def test_a_failure_of_the_device_fails_its_calls(thread: DeviceThread, device: Device) -> None:
     blocks = Blocks(device)
     device.error = RuntimeError("an illegal instruction was encountered")
     for outcome in await asyncio.gather(

@@ -1,4 +1,4 @@
-"""What makes a server announce itself before it is time to, and what happens when the DHT doesn't listen."""
+"""Announcements of a server before their time, and a DHT that doesn't listen."""
 
 import asyncio
 from typing import Any
@@ -28,7 +28,7 @@ QUIET = ServerInfo(peer_id="a" * 46, start=0, end=2, queue_ms=1.0, cache_tokens_
         ({"speed_share": 0.0}, True),
     ],
 )
-def test_only_what_would_change_routes_is_told_at_once(change: dict[str, float], notable: bool) -> None:
+def test_only_changes_that_matter_to_routes_are_announced_at_once(change: dict[str, float], notable: bool) -> None:
     other = QUIET.model_copy(update=change)
     assert changed_notably(QUIET, other) == changed_notably(other, QUIET) == notable
 
@@ -54,7 +54,7 @@ class Directory:
         ((False, False, False, True), False, 1),
     ],
 )
-def test_who_is_new_tries_three_times(
+def test_a_new_server_tries_three_times(
     answers: tuple[bool | Exception, ...], expected: bool, num_left: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(announcer, "DELAYS_S", (0.0, 0.0, 0.0))

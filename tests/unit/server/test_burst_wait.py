@@ -1,4 +1,4 @@
-"""When a forward is held back for more steps, and for how long."""
+"""A forward waits for more steps of a burst: when, and for how long."""
 
 import pytest
 
@@ -12,7 +12,7 @@ def seen(forward_s: float) -> BurstWait:
     return burst_wait
 
 
-def test_nobody_is_waited_for_before_it_is_known_what_that_would_save() -> None:
+def test_there_is_no_wait_before_its_gain_is_known() -> None:
     assert BurstWait().wait_s(10.0) == 0.0
 
 

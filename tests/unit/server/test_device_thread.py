@@ -60,7 +60,12 @@ async def test_urgent_calls_overtake_and_equal_ones_keep_their_order(thread: Dev
         return lambda: order.append(name)
 
     gate, first = await blocked(thread)
-    wanted = [("b1", Priority.BATCH), ("p1", Priority.PREFILL), ("d1", Priority.DECODE), ("b2", Priority.BATCH)]
+    wanted = [
+        ("b1", Priority.SESSIONLESS),
+        ("p1", Priority.PREFILL),
+        ("d1", Priority.DECODE),
+        ("b2", Priority.SESSIONLESS),
+    ]
     wanted += [("d2", Priority.DECODE), ("p2", Priority.PREFILL)]
     tasks = [asyncio.create_task(thread.run_call(call(name), priority)) for name, priority in wanted]
     await asyncio.sleep(0)
@@ -108,7 +113,7 @@ async def test_work_in_turns_lets_the_urgent_pass_and_nobody_else(thread: Device
         return name
 
     first = Gate()
-    tasks = [asyncio.create_task(thread.run_in_turns(turns(name), Priority.BATCH)) for name in "ab"]
+    tasks = [asyncio.create_task(thread.run_in_turns(turns(name), Priority.SESSIONLESS)) for name in "ab"]
     await asyncio.to_thread(first.entered.wait)
     urgent = asyncio.create_task(thread.run_call(lambda: order.append("urgent"), Priority.DECODE))
     await asyncio.sleep(0)
@@ -130,14 +135,14 @@ async def test_work_in_turns_ends_with_its_error_or_when_nobody_wants_it(thread:
         ran.append(2)
 
     with pytest.raises(ZeroDivisionError):
-        await thread.run_in_turns(turns(lambda: 1 // 0), Priority.BATCH)
-    task = asyncio.create_task(thread.run_in_turns(turns(gate), Priority.BATCH))
+        await thread.run_in_turns(turns(lambda: 1 // 0), Priority.SESSIONLESS)
+    task = asyncio.create_task(thread.run_in_turns(turns(gate), Priority.SESSIONLESS))
     await asyncio.to_thread(gate.entered.wait)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     gate.opened.set()
-    assert (await thread.run_call(lambda: 5, Priority.BATCH)).value == 5
+    assert (await thread.run_call(lambda: 5, Priority.SESSIONLESS)).value == 5
     assert ran == [1, 1]
     assert thread.num_calls == 0
 
@@ -170,7 +175,7 @@ class Blocks:
         self.blocks, self.traits = self, BlockTraits()
         self.forwards: list[list[int]] = []
 
-    def run(self, calls: Sequence[SessionCall]) -> list[Tensor | Exception]:
+    def run_calls(self, calls: Sequence[SessionCall]) -> list[Tensor | Exception]:
         hidden: list[Any] = [call.inputs for call in calls]
         self.forwards.append([tensor.shape[1] for tensor in hidden])
         return [ArithmeticError("negative") if (tensor < 0).any() else tensor + 1 for tensor in hidden]
@@ -223,7 +228,7 @@ async def test_steps_that_wait_go_together_and_each_fails_alone(thread: DeviceTh
 async def test_a_long_step_is_computed_in_pieces_beside_others(thread: DeviceThread) -> None:
     blocks = Blocks()
     long = Step(blocks, "a", 1, num_tokens=100)
-    await thread.run_call(lambda: thread.adopt(doubling_tokens=24, beside_decode=24), Priority.BATCH)
+    await thread.run_call(lambda: thread.adopt(doubling_tokens=24, beside_decode=24), Priority.SESSIONLESS)
     gate, first = await blocked(thread)
     prefill = asyncio.create_task(thread.run_step(long))
     decode = asyncio.create_task(thread.run_step(Step(blocks, "b", 1)))
@@ -240,12 +245,12 @@ async def test_a_long_step_is_computed_in_pieces_beside_others(thread: DeviceThr
 
 async def test_outputs_that_do_not_fit_together_fail_their_own_step_alone(thread: DeviceThread) -> None:
     class Uneven(Blocks):
-        def run(self, calls: Sequence[SessionCall]) -> list[Any]:
+        def run_calls(self, calls: Sequence[SessionCall]) -> list[Any]:
             self.forwards.append([])
             return [torch.zeros(1, 1, len(self.forwards)) for _ in calls]
 
     blocks = Blocks()
-    await thread.run_call(lambda: thread.adopt(doubling_tokens=24, beside_decode=24), Priority.BATCH)
+    await thread.run_call(lambda: thread.adopt(doubling_tokens=24, beside_decode=24), Priority.SESSIONLESS)
     gate, first = await blocked(thread)
     uneven = asyncio.create_task(thread.run_step(Step(Uneven(), "a", 1, num_tokens=100)))
     others = [asyncio.create_task(thread.run_step(Step(blocks, name, 1))) for name in "bc"]
@@ -270,7 +275,7 @@ async def test_a_call_may_raise_whatever_it_likes(thread: DeviceThread) -> None:
 
 
 @pytest.mark.parametrize("place", ["next", "ran", "add", "decoding"])
-async def test_a_mistake_in_the_thread_itself_fails_all_who_wait_and_is_told(
+async def test_a_mistake_in_the_thread_itself_fails_all_calls_and_is_reported(
     thread: DeviceThread, place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def mistake(*_: object) -> None:
@@ -342,9 +347,9 @@ async def test_a_step_that_was_cancelled_while_it_ran_is_let_go_at_once(thread: 
     gate = Gate()
 
     class Slow(Blocks):
-        def run(self, calls: Sequence[SessionCall]) -> list[Any]:
+        def run_calls(self, calls: Sequence[SessionCall]) -> list[Any]:
             gate()
-            return super().run(calls)
+            return super().run_calls(calls)
 
     step = Step(Slow(), "a", 1)
     running = asyncio.create_task(thread.run_step(step))
@@ -380,12 +385,12 @@ async def test_lack_of_memory_is_an_error_of_its_own_and_makes_room(
         raise lack
 
     class Lacking(Blocks):
-        def run(self, calls: Sequence[SessionCall]) -> list[Any]:
+        def run_calls(self, calls: Sequence[SessionCall]) -> list[Any]:
             return [lack for _ in calls]
 
     rooms: list[str] = []
     thread.on_out_of_memory = lambda: rooms.append(threading.current_thread().name)
-    for failing in (thread.run_call(fails, Priority.BATCH), thread.run_step(Step(Lacking(), "a", 1))):
+    for failing in (thread.run_call(fails, Priority.SESSIONLESS), thread.run_step(Step(Lacking(), "a", 1))):
         with pytest.raises(ServerOutOfMemoryError, match="use another one"):
             await failing
     assert rooms == ["swarmllm-device"] * 2
@@ -409,7 +414,7 @@ def test_each_lack_of_memory_is_one_line_of_the_log(caplog: pytest.LogCaptureFix
     assert [line.partition(": ")[2] for line in lines] == ["MemoryError of one forward", "MemoryError no room"]
 
 
-async def test_a_lack_that_shows_in_what_is_joined(thread: DeviceThread, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_lack_of_memory_when_outputs_are_joined(thread: DeviceThread, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         torch.empty(1 << 48)
 

@@ -1,4 +1,4 @@
-"""How what a machine is told is divided between its devices, and what can't be."""
+"""The settings of a machine are divided between its devices, or refused."""
 
 import asyncio
 import os
@@ -44,7 +44,7 @@ def test_shares_are_even(count: int, more: int, start: int) -> None:
 
 
 @given(shares=st.lists(st.integers(1, 40), min_size=2, max_size=6), start=st.none() | st.integers(0, 50))
-def test_shares_are_what_the_map_says(shares: list[int], start: int | None) -> None:
+def test_shares_are_those_of_the_map(shares: list[int], start: int | None) -> None:
     device_map = tuple(f"cuda:{index}={count}" for index, count in enumerate(shares))
     indices = None if start is None else (start, start + sum(shares))
     asked = config(device_map=device_map, block_indices=indices)
@@ -72,7 +72,7 @@ def test_shares_are_what_the_map_says(shares: list[int], start: int | None) -> N
         ({"device_map": ("cpu=2", "cuda=3"), "device": "cpu"}, "leave --device and --num_blocks out"),
         ({"device_map": ("cpu=2", "cuda=3"), "num_blocks": 5}, "leave --device and --num_blocks out"),
         ({"device_map": ("cpu=2", "cuda=3"), "tensor_parallel": 2}, "give --device_map or --tensor_parallel"),
-        ({"device_map": ("cpu=2", "cuda=3"), "block_indices": (0, 4)}, "about 5 blocks, and block_indices about 4"),
+        ({"device_map": ("cpu=2", "cuda=3"), "block_indices": (0, 4)}, "has 5 blocks, and block_indices 4"),
         ({"device_map": ("cpu=2", "cuda=3"), "offload": 6}, "of 5 blocks, 6 can't be offloaded"),
     ],
 )
@@ -148,12 +148,12 @@ def test_identities_come_from_one(tmp_path: Path) -> None:
         ({"host_maddrs": ("/ip4/0.0.0.0/tcp/5",)}, "a port of its own"),
         ({"num_blocks": 4, "offload": 3}, "of 2 blocks, 3 can't be offloaded"),
         ({"metrics_port": 65535}, "metrics_port must be 0 to 65535, not 65536"),
-        ({"port": 40001, "metrics_port": 40002}, "meet as they count up"),
-        ({"port": 40002, "metrics_port": 40001}, "meet as they count up"),
+        ({"port": 40001, "metrics_port": 40002}, "overlap"),
+        ({"port": 40002, "metrics_port": 40001}, "overlap"),
         ({"port": 65535}, "port must be 0 to 65535"),
     ],
 )
-def test_what_cannot_be_divided(settings: dict[str, Any], reason: str) -> None:
+def test_settings_that_cannot_be_divided(settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigurationError, match=reason):
         of_each_device(config(**settings), TWO)
 
@@ -190,9 +190,7 @@ def test_auto_is_all_gpus(
         ({"initial_peers": PEER}, False),
     ],
 )
-async def test_all_announce_on_the_local_network_what_the_first_one_would(
-    settings: dict[str, Any], announces: bool
-) -> None:
+async def test_all_announce_on_the_local_network_like_the_first_one(settings: dict[str, Any], announces: bool) -> None:
     """Also one that is started again, and joins by the others."""
     servers: list[_DeviceServer] = []
     for one in of_each_device(ServerConfig(model="M", **settings), TWO):
@@ -222,7 +220,8 @@ def open_files() -> set[tuple[str, str]]:
 async def test_processes_that_hold_the_pipes_of_a_server_do_not_keep_its_reader(
     at_once: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As followers of --tensor_parallel that are still starting when Ctrl-C comes; or it comes while pipes are made."""
+    """Processes that hold pipes: followers of --tensor_parallel that still start when Ctrl-C comes, or pipes that are
+    being made."""
     program, holder = tmp_path / "program", tmp_path / "holder"
     program.write_text(
         f"#!/bin/sh\nsetsid sleep 60 &\necho $! > {holder}.new && mv {holder}.new {holder}\nexec sleep 60\n"
@@ -230,7 +229,7 @@ async def test_processes_that_hold_the_pipes_of_a_server_do_not_keep_its_reader(
     program.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(program))
     before = open_files()
-    running = asyncio.create_task(_DeviceServer("cpu", config(), ()).run())
+    running = asyncio.create_task(_DeviceServer("cpu", config(), ()).keep_running())
     monkeypatch.setattr(devices, "STOP_TIMEOUT_S", 0.5)
     if at_once:
         connect = asyncio.base_subprocess.BaseSubprocessTransport._connect_pipes

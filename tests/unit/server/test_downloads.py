@@ -9,7 +9,7 @@ import pytest
 from swarmllm.server.downloads import in_background
 
 
-async def test_its_value_or_what_it_raises() -> None:
+async def test_its_value_or_its_exception() -> None:
     assert await in_background(lambda: 7) == 7
     with pytest.raises(OSError, match="full"):
         await in_background(fail)

@@ -43,7 +43,7 @@ def test_the_books_balance(actions: list[tuple[int, int]]) -> None:
         assert sum(lease.num_bytes for lease in leases) == budget.leased_bytes <= budget.capacity_bytes
 
 
-def test_the_budget_shrinks_when_memory_runs_out_and_grows_by_what_went_well_since() -> None:
+def test_the_budget_shrinks_when_memory_runs_out_and_grows_again_with_later_sessions() -> None:
     budget = CacheBudget(1000)
     leases = [budget.lease(200) for _ in range(3)]
     for _ in range(4):  # several calls may fail by one lack
@@ -64,7 +64,7 @@ def test_the_budget_shrinks_when_memory_runs_out_and_grows_by_what_went_well_sin
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 120)), max_size=30))
-def test_nothing_is_leased_beyond_what_is_offered(actions: list[tuple[int, int]]) -> None:
+def test_leases_stay_within_the_offered_bytes(actions: list[tuple[int, int]]) -> None:
     budget = CacheBudget(100)
     leases = [budget.lease(0) for _ in range(4)]
     for index, num_bytes in actions:

@@ -58,7 +58,7 @@ async def test_no_answer_of_a_successor_ends_more_than_its_link(kind: MessageTyp
     assert not messages
 
 
-async def test_what_the_network_carries_is_what_its_fastest_link_to_another_server_was_seen_to_carry() -> None:
+async def test_the_network_speed_is_that_of_the_fastest_link_to_another_server() -> None:
     links = Links(asyncio.Future, None)  # type: ignore[arg-type]
     assert links.mbps(PEER) is None
     rates = {"a": 90.0, "b": None, "c": 40.0, PEER: 5000.0}

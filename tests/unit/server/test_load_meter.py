@@ -1,4 +1,4 @@
-"""How busy a server says that it is."""
+"""The load that a server announces."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ def test_pauses_for_others_are_no_queue() -> None:
     assert meter.load(1.0).queue_ms == pytest.approx(SMOOTHING * 100)
 
 
-def test_what_95_of_100_steps_were_ready_within() -> None:
+def test_the_95th_percentile_of_steps() -> None:
     meter = LoadMeter()
     assert meter.step_ms_p95() == 0
     for number in range(LAST_STEPS + 100):  # those of the beginning, which took a second more, are forgotten
@@ -68,7 +68,7 @@ def measured(decode_ms: float, batch8_ms: float = 0.0, context_ms: float = 0.0) 
     )
 
 
-def test_what_steps_take_is_compared_with_what_was_measured() -> None:
+def test_the_time_of_steps_is_compared_with_the_measured_time() -> None:
     meter = LoadMeter()
     meter.count([(step(), 1)], now=0.0, since=0.0, ended_at=9.0)
     assert meter.pace == 1

@@ -1,4 +1,4 @@
-"""What a server sees of the swarm when it decides where to go."""
+"""The swarm as a server sees it when it decides where to go."""
 
 from collections.abc import AsyncIterator, Sequence
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from swarmllm.swarm.claims import MAX_TIMES_MEDIAN
 from swarmllm.swarm.placement import plan_move
 
 NUM_BLOCKS = 8
-"""Of the embedded model."""
+"""Blocks of the embedded model."""
 
 
 def record(name: str, start: int, end: int, throughput: float = 100.0) -> ServerInfo:
@@ -24,7 +24,7 @@ def record(name: str, start: int, end: int, throughput: float = 100.0) -> Server
 
 
 class Swarm:
-    """What the DHT says, and the peer of one server in it, which is called `own`."""
+    """Records of the DHT, and the peer of one server in it, which is called `own`."""
 
     def __init__(self) -> None:
         self.peer = FakePeer()
@@ -66,7 +66,7 @@ async def test_a_ghost_moves_nobody(swarm: Swarm) -> None:
     assert plan_move(believed, peer_id("own")) == Span(6, 8)
 
 
-async def test_a_boaster_that_is_there_counts_for_what_is_plausible(swarm: Swarm) -> None:
+async def test_a_boaster_that_is_there_counts_as_far_as_it_is_plausible(swarm: Swarm) -> None:
     swarm.add(record("a", 0, 4), record("boaster", 0, NUM_BLOCKS, 1e8))
     looked = await swarm.others().look(record("own", 4, 8))
     assert max(one.throughput for one in looked.servers) == MAX_TIMES_MEDIAN * 100.0 * 4 / NUM_BLOCKS

@@ -1,4 +1,4 @@
-"""What a server promises of its memory: never more than blocks leave."""
+"""Memory that a server promises: never more than blocks leave."""
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ def test_blocks_fit_with_their_cache(blocks: list[int], cache: int, usable: int)
     ],
 )
 def test_cache_by_the_config(settings: dict[str, object], megabytes_per_1k: float) -> None:
-    """As published of Llama-2-7B and 70B."""
+    """Configs as published for Llama-2-7B and 70B."""
     config = AutoConfig.for_model(**settings)
     assert cache_bytes_per_token(config, torch.bfloat16) * 1000 / 1e6 == pytest.approx(megabytes_per_1k, abs=0.05)
 

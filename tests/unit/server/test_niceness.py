@@ -96,7 +96,7 @@ async def test_the_log_says_when_it_begins_and_ends(
     ]
 
 
-async def test_the_device_pauses_after_each_call_and_what_waits_meanwhile_is_not_lost() -> None:
+async def test_the_device_pauses_after_each_call_and_waiting_calls_are_not_lost() -> None:
     class Strict(Niceness):
         pauses = 0
 

@@ -1,4 +1,4 @@
-"""Which way of packing is chosen by what measurements, and which are never tried."""
+"""The fastest way of packing is chosen by measurement; some ways are never tried."""
 
 import pytest
 

@@ -43,7 +43,7 @@ def test_the_least_recently_used_go_first_and_ends_before_beginnings() -> None:
     assert cache.num_bytes == cache.capacity_bytes
 
 
-def test_what_is_larger_than_the_budget_is_not_kept() -> None:
+def test_pages_larger_than_the_budget_are_not_kept() -> None:
     cache = PrefixCache(page().num_bytes - 1)
     cache.keep([(DIGESTS[0], page())])
     assert len(cache) == cache.num_bytes == 0
@@ -106,7 +106,7 @@ def test_equal_prompts_share_all_whole_pages(
     torch.testing.assert_close(blocks.forward(token, None, second_cache), blocks.forward(token, None, first_cache))
 
 
-def test_a_prompt_that_differs_somewhere_shares_what_comes_before(blocks: BlockSpan) -> None:
+def test_a_prompt_that_differs_somewhere_shares_the_pages_before(blocks: BlockSpan) -> None:
     pages = PrefixCache(10**9)
     inputs = prompt(blocks)
     run(blocks, pages, inputs)

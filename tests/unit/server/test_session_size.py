@@ -1,4 +1,4 @@
-"""What a session leases: as much as its steps can use, and no more."""
+"""The lease of a session: as much as its steps can use, and no more."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -48,7 +48,7 @@ def test_whole_pages_of_all_blocks(max_length: int, num_pages: int) -> None:
     assert size.row_bytes == num_pages * 12 * PAGE_TOKENS + max_length * HIDDEN_BYTES
 
 
-def test_nobody_leases_what_the_model_has_no_positions_for() -> None:
+def test_a_session_leases_no_more_than_the_positions_of_the_model() -> None:
     size = session_size(blocks(longest_text=20), header(1 << 20), HIDDEN_BYTES, num_prefix=5)
     assert size.max_length == 15
     assert size.row_bytes == 15 * (12 + HIDDEN_BYTES) + 100 + 5 * 12, "the prefix is in the cache, too"

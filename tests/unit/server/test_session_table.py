@@ -1,4 +1,4 @@
-"""Who has a place among the sessions of a server, and what it does now and then because some have ended."""
+"""Places among the sessions of a server, and its clean-up after sessions that have ended."""
 
 import asyncio
 import threading
@@ -67,7 +67,7 @@ ASKED = st.lists(st.tuples(st.sampled_from(("first", "a", "b", "c")), st.integer
 
 
 @given(ASKED, st.integers(10, 120), st.none() | st.integers(1, 6))
-def test_those_who_come_first_find_room_and_nobody_leaves_for_less(
+def test_privileged_clients_find_room_and_no_session_leaves_in_vain(
     asked: list[tuple[str, int]], capacity: int, max_sessions: int | None
 ) -> None:
     server = Server(capacity, max_sessions)
@@ -105,7 +105,7 @@ def test_the_device_counts_no_more_on_a_session_that_was_closed() -> None:
     session.runner.device_thread.forget.assert_called_once_with(session.id)  # type: ignore[attr-defined]
 
 
-async def test_whoever_has_to_leave_is_told_once_and_keeps_no_memory() -> None:
+async def test_a_dismissed_session_is_told_once_and_keeps_no_memory() -> None:
     server = Server(10**6, max_sessions=1)
     session = server.open("a", 8)
     session.owner.closed = False  # type: ignore[misc]

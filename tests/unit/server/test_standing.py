@@ -1,4 +1,4 @@
-"""Who comes first at a server, and on whose account."""
+"""Order of clients at a server, and the accounts on which they come first."""
 
 from swarmllm.network.p2p.identity import Identity, contribution
 from swarmllm.server.device.scheduler import Account
@@ -7,13 +7,13 @@ from swarmllm.server.peers.peer_limits import PeerLimits, Standing
 SERVER, MINE, ALSO_MINE, STRANGER = (Identity.generate() for _ in range(4))
 
 
-def test_those_whom_the_owner_names_come_first_each_for_itself() -> None:
+def test_clients_that_the_owner_names_come_first_each_for_itself() -> None:
     standing = Standing((MINE.peer_id,))
     assert standing.account(MINE.peer_id) == Account(MINE.peer_id, comes_first=True)
     assert standing.account(STRANGER.peer_id) == Account(STRANGER.peer_id)
 
 
-def test_whoever_serves_comes_first_while_its_server_does() -> None:
+def test_a_client_that_serves_comes_first_while_its_server_is_there() -> None:
     servers: set[str] = set()
     standing = Standing(serves=servers.__contains__)
     for client in (MINE, ALSO_MINE):

@@ -1,4 +1,4 @@
-"""Which servers may come next in a route, and what is announced of their distance."""
+"""Servers that may come next in a route, and the announced round trips to them."""
 
 import asyncio
 
@@ -51,7 +51,7 @@ async def test_the_nearest_are_announced_and_the_unreachable_left_out() -> None:
         return streams[-1]  # type: ignore[return-value]
 
     successors = Successors(look, open_stream, period_s=0.0)
-    running = asyncio.create_task(successors.run(ME, lambda: Span(0, 4)))
+    running = asyncio.create_task(successors.ping_forever(ME, lambda: Span(0, 4)))
     nearest = tuple(distances.items())[:MAX_ROUND_TRIPS]
     async with asyncio.timeout(120):
         while successors.announced != nearest:  # noqa: ASYNC110 - it tells nobody

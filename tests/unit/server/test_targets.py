@@ -1,4 +1,4 @@
-"""Whom a server dials for clients, and what it says of whom it can't reach."""
+"""Peers that a server dials for clients, and its answer for those that it can't reach."""
 
 import asyncio
 from typing import Any
@@ -52,7 +52,7 @@ async def test_servers_are_dialled_where_they_say_that_they_are(swarm: Swarm) ->
     assert [server.addrs for server in swarm.dialled] == [ANNOUNCED]
 
 
-async def test_what_failed_is_not_told(swarm: Swarm) -> None:
+async def test_failures_of_a_dial_are_not_described(swarm: Swarm) -> None:
     said = set()
     for error in (PeerUnreachableError("refused", KNOWN), PeerTimeoutError("slow", KNOWN), WeightsMismatchError("x")):
         swarm.fails = error
@@ -115,7 +115,7 @@ async def test_a_look_that_finds_fewer_forgets_nobody(swarm: Swarm) -> None:
     assert await swarm.open(KNOWN) == "a stream"
 
 
-async def test_many_who_ask_share_a_look(swarm: Swarm) -> None:
+async def test_many_requests_share_a_look(swarm: Swarm) -> None:
     found = await asyncio.gather(*(swarm.open(UNKNOWN) for _ in range(100)), return_exceptions=True)
     assert all(isinstance(error, SwarmError) for error in found)
     assert swarm.num_looks <= 2

@@ -1,4 +1,4 @@
-"""What is guessed, and when nothing is."""
+"""Guesses of drafters, and texts for which they have none."""
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM

@@ -49,7 +49,7 @@ def test_this_machine_is_named_if_it_would_be_faster() -> None:
     assert "this machine" not in str(explain_route(ROUTE, snapshot, COSTS, here_ms=1000.0))
 
 
-def test_nobody_is_named_who_would_be_slower() -> None:
+def test_no_slower_server_is_named() -> None:
     whole = ServerInfo(peer_id="w" * 46, start=0, end=8)
     route = explain_route([RouteHop(whole, Span(0, 8))], SwarmSnapshot(8, (whole,)), RouteCosts())
     assert "alone" not in str(route)

@@ -1,4 +1,4 @@
-"""Where servers go: joining, moving, and who of several claimers proceeds."""
+"""Placement of servers: joining, moving, and several servers that claim the same blocks."""
 
 from swarmllm.data_structures import ServerInfo, ServerState, Span, SwarmSnapshot
 from swarmllm.swarm.placement import block_throughputs, choose_span, claim_stands, describe_choice, plan_move
@@ -63,7 +63,7 @@ def test_what_a_swarm_has_of_chosen_blocks() -> None:
     assert describe_choice(swarm(6, half, rest), Span(0, 6)) == "the whole model, which 2 other servers can run already"
 
 
-def test_who_joins_takes_the_weakest_stretch_and_leaves_claimed_blocks_to_the_claimer() -> None:
+def test_a_new_server_takes_the_weakest_stretch_and_no_claimed_blocks() -> None:
     a, b = server("a", 0, 2), server("b", 0, 2)
     assert choose_span(swarm(6, a, b), 2) == Span(2, 4)
     assert choose_span(swarm(6, a, server("b", 0, 2, claim=(2, 4))), 2) == Span(4, 6)
@@ -127,7 +127,7 @@ def test_of_two_claimers_for_one_gap_the_first_stands() -> None:
     assert not stands(snapshot, "b")
 
 
-def test_a_claim_yields_to_who_is_on_the_way_whatever_its_id() -> None:
+def test_a_claim_yields_to_a_server_on_the_way_whatever_its_id() -> None:
     for state, span in ((ServerState.LEAVING, (0, 2)), (ServerState.JOINING, (2, 4))):
         claim = (2, 4) if state == ServerState.LEAVING else None
         snapshot = swarm(

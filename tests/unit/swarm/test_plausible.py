@@ -1,4 +1,4 @@
-"""How much of what servers say of their speed counts."""
+"""The part of an announced speed that counts."""
 
 from swarmllm.data_structures import ServerInfo, Span, SwarmSnapshot
 from swarmllm.swarm.claims import MAX_TIMES_MEDIAN, plausible

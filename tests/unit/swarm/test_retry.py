@@ -1,4 +1,4 @@
-"""Who is tried again, after how long, and who is avoided meanwhile."""
+"""Retries: which peer, after how long, and which peers are avoided meanwhile."""
 
 import pytest
 from hypothesis import given
@@ -86,7 +86,7 @@ def test_missing_blocks_are_waited_for_as_long_as_promised(max_retries: int, tim
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans(), st.floats(0, 30)), max_size=20))
-def test_of_those_to_be_avoided_who_failed_last_comes_last(faults: list[tuple[str, bool, float]]) -> None:
+def test_the_latest_failure_comes_last_among_avoided_peers(faults: list[tuple[str, bool, float]]) -> None:
     health, now, order = PeerHealth(ban_s=10), 0.0, []
     for name, is_full, later_s in faults:
         now += later_s
@@ -166,7 +166,7 @@ def test_what_one_peer_says_of_another_makes_nobody_avoided(error: type[PeerErro
 
 
 def test_peers_without_number_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever is to be avoided longest stays."""
+    """The server with the longest ban stays."""
     monkeypatch.setattr(retry, "MAX_REMEMBERED", 64)
     health, now = PeerHealth(ban_s=10), 0.0
     for _ in range(5):

@@ -24,7 +24,7 @@ def test_samples_are_smoothed_until_they_are_too_old() -> None:
     assert trips.known(2.0 + FORGET_S) == {"a": 50.0}, "an old path says nothing about the new one"
 
 
-def test_who_has_not_answered_yet_is_at_least_so_far_away() -> None:
+def test_a_peer_that_has_not_answered_yet_is_at_least_so_far_away() -> None:
     trips = RoundTrips()
     trips.observe("near", 10.0, now=0.0)
     trips.begin("waiting", now=0.0)
@@ -34,7 +34,7 @@ def test_who_has_not_answered_yet_is_at_least_so_far_away() -> None:
     assert trips.known(8.0) == {"near": 10.0}
 
 
-def test_first_whoever_would_be_on_the_best_route_then_those_measured_longest_ago() -> None:
+def test_first_servers_of_the_best_route_then_the_oldest_measurements() -> None:
     fast, slow, slower = (server(name, decode_ms_per_block=ms) for name, ms in (("f", 1.0), ("s", 5.0), ("t", 9.0)))
     snapshot = SwarmSnapshot(4, (slower, slow, fast))
     trips = RoundTrips()

@@ -115,7 +115,7 @@ def parallel(snapshot: SwarmSnapshot, max_routes: int = 4) -> tuple[float, list[
 
 
 def most_tokens_per_s(snapshot: SwarmSnapshot) -> float:
-    """What any number of routes could carry: servers compute each block for each token, as much as they can."""
+    """The tokens that all routes could carry: servers compute each block for each token, as much as they can."""
     loads = [(place, block) for place, one in enumerate(snapshot.servers) for block in one.span]
     of_servers, of_blocks = (
         np.zeros((count, len(loads) + 1)) for count in (len(snapshot.servers), snapshot.num_blocks)

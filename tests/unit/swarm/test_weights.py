@@ -51,7 +51,7 @@ def test_a_part_may_differ() -> None:
     assert left_out(server("a", 0, "xxxx"), server("b", 0, "xxyx"), server("c", 2, "xx")) == "b"
 
 
-def test_who_differs_is_told() -> None:
+def test_a_server_that_differs_is_told() -> None:
     snapshot = SwarmSnapshot(4, (server("a", 0, "xxxx"), server("b", 0, "xyyx"), server("c", 1, "xx")))
     (line,) = describe_different_weights(snapshot)
     assert line.startswith("weights differ: …bbbbbb made blocks 1:3 of other files")

@@ -1,4 +1,4 @@
-"""Forward and backward without KV caches.
+"""Sessionless requests: forward and backward without KV caches.
 
 batch_runner    a batch in micro-batches, over several routes, run again where one fails; a node of autograd's graph
 padding         which rows go together, and what of them is text

@@ -1,12 +1,12 @@
-"""Batches without KV caches: forward and backward through the swarm, as one differentiable call.
+"""Forward and backward of a batch through the swarm without KV caches, as one differentiable call.
 
-The batch is split into micro-batches that are under way at once, so that several servers work at the same time. A
-server that has room keeps what it has computed for the backward that comes. `RemoteCall` makes a batch one node of
-autograd's graph.
+`BatchRunner` splits the batch into micro-batches that are under way at once, so that several servers work at the same
+time. A server with free memory keeps its forward for the backward. `RemoteCall` makes the batch one node of autograd's
+graph.
 
-`MicroBatches` takes one micro-batch through a span, server after server, and runs it again where one fails. The client
-keeps every server's inputs, from which any other can compute the gradients as well (recomputation, as gradient
-checkpointing does): nothing is lost with a server.
+`MicroBatches` takes one micro-batch through a span, server after server, and repeats what fails. The client keeps every
+server's inputs, from which any other server can compute the gradients as well (recomputation, as in gradient
+checkpointing): nothing is lost with a server.
 """
 
 import itertools
@@ -47,11 +47,10 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 MICRO_BATCHES_PER_HOP = 4
-"""Micro-batches per server of the route, made of a batch and under way at a time: one is computed while the others are
-on their way. The more, the sooner the last server begins, and the more often each pays for a request."""
+"""Micro-batches per server of the route, all under way at a time: one is computed while others travel. More of them let
+the last server begin sooner, and cost more requests."""
 MIN_TOKENS = 64
-"""Smaller micro-batches are not made for the sake of many. Assumed: with fewer rows a matrix product on a CPU waits for
-the weights."""
+"""Fewest tokens of a micro-batch. Assumed: with fewer rows, a matrix product on a CPU waits for the weights."""
 
 
 class BatchRunner:
@@ -62,18 +61,18 @@ class BatchRunner:
         self.traits = traits.model_copy(update={"skips_padding": ()}) if view.config.compute_padding else traits
         self.padding_notices = PaddingNotices()
         self.waited_s = 0.0
-        """Seconds, in all, that callers have waited for servers and the network, forwards and backwards."""
+        """Total seconds that callers have waited for servers and the network, in forwards and backwards."""
         self.requests = BatchRequests(view)
         self.pushed = PushedBatches(view, self.requests)
         hops = HopBatches(self.requests, traits)
-        self.spot_checks = SpotChecks(view, traits, hops.run)
+        self.spot_checks = SpotChecks(view, traits, hops.run_hop)
         self._micro_batches = MicroBatches(view, hops, self.pushed, self.spot_checks)
 
     def __call__(self, inputs: BlockInputs, span: Span) -> Tensor:
         """The outputs of the blocks of `span`; differentiable with respect to hidden_states and `BESIDE`.
 
         Raises:
-            SwarmError: the swarm can't do it within the retries.
+            SwarmError: it failed, within the retries.
         """
         outputs: Tensor = RemoteCall.apply(  # type: ignore[no-untyped-call]
             self,
@@ -89,7 +88,7 @@ class BatchRunner:
     def _wait_for(self, work: Coroutine[Any, Any, Result]) -> Result:
         began_at = time.perf_counter()
         try:
-            return self._view.loop.run(work)
+            return self._view.loop.run_coroutine(work)
         finally:
             self.waited_s += time.perf_counter() - began_at
 
@@ -98,7 +97,7 @@ class BatchRunner:
         self.requests.close()
 
     def forward(self, inputs: BlockInputs, span: Span, *, keep: bool) -> tuple[Tensor, "Computed"]:
-        """Outputs, and per micro-batch what each server was given; `keep` if a backward will come."""
+        """The outputs, and the inputs of each server per micro-batch. `keep`: a backward follows."""
         layout = Layout(inputs, self.traits)
         self.padding_notices.of_outputs(layout, inputs)
         excerpts, results = self._wait_for(self._forward(inputs, layout, span, keep))
@@ -110,7 +109,7 @@ class BatchRunner:
     async def _forward(
         self, inputs: BlockInputs, layout: Layout, span: Span, keep: bool
     ) -> "tuple[list[Excerpt], list[tuple[Tensor, list[Stage]]]]":
-        """The rows by length, split over several routes in proportion to their throughput."""
+        """Split the rows, ordered by length, over several routes in proportion to their throughput, and run them."""
         config = self._view.config
         most_routes = min(config.max_parallel_routes, inputs.batch_size)
         costs = self._view.routes.costs(row_tokens=layout.longest, inner_states=inputs.inner is not None)
@@ -135,7 +134,7 @@ class BatchRunner:
         return [excerpt for _, excerpt in parts], results
 
     def backward(self, computed: "Computed", grad_outputs: Tensor) -> Gradients:
-        """Gradients of the first span's hidden_states, and of what travels beside them, an adapter included."""
+        """Gradients of the hidden_states, of the tensors that travel with them, and of the adapter."""
         self.padding_notices.of_gradients(computed.layout, grad_outputs)
         found = self._wait_for(self._backward(computed, grad_outputs))
         whole: Gradients = {}
@@ -157,16 +156,16 @@ class BatchRunner:
 
 
 def micro_batch_tokens(num_tokens: int, route: Sequence[RouteHop], config: ClientConfig) -> int:
-    """Tokens of the micro-batches into which that many go along a route."""
+    """Tokens per micro-batch, for a batch of `num_tokens` along `route`."""
     wanted = -(-num_tokens // (MICRO_BATCHES_PER_HOP * len(route)))
-    # Half of what is worth asking a server for: two forwards one after the other hide what is on its way meanwhile.
+    # Half of what a server computes efficiently at once: two forwards in turn hide the transfers between them.
     least = max(MIN_TOKENS, *(hop.server.batch_tokens // 2 for hop in route))
     return min(config.max_batch_tokens, *(hop.server.max_batch_tokens for hop in route), max(wanted, least))
 
 
 @dataclass(frozen=True, eq=False)
 class Computed:
-    """A forward, ready for its backward: micro-batches, where they belong, and what each server was given."""
+    """A forward, ready for its backward: the places of its micro-batches, and the inputs of each server."""
 
     layout: Layout
     excerpts: list[Excerpt]
@@ -174,19 +173,19 @@ class Computed:
 
 
 class Runner(Protocol):
-    """The computation of a batch, and later of its gradients."""
+    """Computes a batch, and later its gradients."""
 
     def forward(self, inputs: BlockInputs, span: Span, *, keep: bool) -> tuple[Tensor, Any]:
-        """Outputs, and what `backward` needs if it will come (`keep`)."""
+        """The outputs, and the argument `stages` of `backward` (`keep`: it will be called)."""
         ...
 
     def backward(self, stages: Any, grad_outputs: Tensor) -> dict[str, Tensor]:
-        """Gradients by name; `adapter.INDEX` is that of the adapter's parameter of this index."""
+        """Gradients by name; `adapter.INDEX` is the gradient of the adapter's parameter of that index."""
         ...
 
 
 class RemoteCall(torch.autograd.Function):
-    """Outputs of a `Runner`, and gradients of its floating-point inputs and of the adapter's parameters."""
+    """A batch of a `Runner` as a node of autograd's graph, with gradients of its inputs and of the adapter."""
 
     @staticmethod
     def forward(
@@ -199,8 +198,8 @@ class RemoteCall(torch.autograd.Function):
         *more: Tensor | None,
     ) -> Tensor:
         keep = grad_enabled and any(ctx.needs_input_grad)
-        # The backward is of this forward, whatever becomes of the tensors until then; adapters are copies already, and
-        # so is what was on a device.
+        # Copies, because callers may change their tensors before the backward. Adapters, and tensors that were on a
+        # device, are copies already.
         here = inputs.on_host()
         here = here.copied() if keep and here is inputs else here.detached()
         outputs, stages = runner.forward(here, span, keep=keep)
@@ -239,7 +238,7 @@ class RemoteCall(torch.autograd.Function):
 
 
 def _scales_losses() -> bool:
-    """Under float16 autocast a gradient scaler multiplies losses until they overflow, and skips those steps itself."""
+    """True if a gradient scaler may let losses overflow, as under float16 autocast; it skips those steps itself."""
     return any(
         torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
         for device in ("cuda", "cpu")
@@ -248,12 +247,12 @@ def _scales_losses() -> bool:
 
 @dataclass(frozen=True)
 class Stage:
-    """The inputs of one server in the forward pass."""
+    """One server's part of a forward."""
 
     span: Span
     inputs: BlockInputs
     kept: Kept | None = None
-    """Server that may have kept this forward."""
+    """The server that may have kept this forward."""
 
 
 @dataclass
@@ -262,11 +261,11 @@ class _Forward:
 
     inputs: BlockInputs
     start: int
-    """The block that comes next."""
+    """The next block to run."""
     keep: bool
     without_pushed: bool
     pushing: bool = True
-    """Whether servers may pass on to each other; after a failure everything is relayed."""
+    """Servers may pass tensors on to each other; after a failure the client relays everything."""
     stages: list[Stage] = field(default_factory=list)
 
     def advance(self, span: Span, outputs: Tensor, kept: Kept | None) -> None:
@@ -289,9 +288,9 @@ class MicroBatches:
         keep: bool = False,
         without_pushed: bool = False,
     ) -> tuple[Tensor, list[Stage]]:
-        """Outputs and stages, first along `route`; when a server fails, the rest takes another one from there on.
+        """(outputs, stages), first along `route`; when a server fails, the remaining blocks run on another route.
 
-        `without_pushed`: the stages aren't needed, and what was passed on is not among them.
+        `without_pushed`: the stages may lack tensors that servers have passed on.
         """
         run = _Forward(inputs, span.start, keep, without_pushed)
         retries = self._view.retries()
@@ -330,7 +329,9 @@ class MicroBatches:
     async def _forward_chain(self, run: _Forward, chain: list[RouteHop]) -> None:
         """Servers that pass on to each other; if one can't, the rest is left to be relayed."""
         parts = [Part(hop, run.inputs) for hop in chain]
-        outcome = await self._pushed.run(MessageType.FORWARD, parts, keep=run.keep, without_pushed=run.without_pushed)
+        outcome = await self._pushed.run_pushed(
+            MessageType.FORWARD, parts, keep=run.keep, without_pushed=run.without_pushed
+        )
         for hop, answer in zip(chain, outcome.answers, strict=False):
             self._hops.show(answer, hop, run.inputs)
             if run.without_pushed and answer.header.pushed and hop is not chain[-1]:
@@ -364,15 +365,15 @@ class MicroBatches:
         return grads
 
     async def _backward_chain(self, chain: list[Stage], grad_outputs: Tensor) -> tuple[list[Gradients], list[Stage]]:
-        """The gradients of stages whose servers pass them on to each other, last stage first, and what is left to do.
+        """(gradients, stages left) of stages whose servers pass gradients on to each other, the last stage first.
 
-        What has been passed on is not known here, so when a server fails all of them are left, and those that have
-        begun are to be computed from their inputs.
+        The client doesn't know tensors that were passed on. So when a server fails, all stages are left, and those
+        that have begun are computed from their inputs.
         """
         parts = [
             Part(RouteHop(stage.kept[0], stage.span), stage.inputs, stage.kept[1]) for stage in chain if stage.kept
         ]
-        outcome = await self._pushed.run(MessageType.BACKWARD, parts, grad_outputs, without_pushed=True)
+        outcome = await self._pushed.run_pushed(MessageType.BACKWARD, parts, grad_outputs, without_pushed=True)
         num_done = len(outcome.answers)
         try:
             if outcome.error is not None:
@@ -389,13 +390,13 @@ class MicroBatches:
             return [], [*(replace(stage, kept=None) for stage in chain[: num_done + 1]), *chain[num_done + 1 :]]
 
     async def _backward_stage(self, stage: Stage, grad_outputs: Tensor) -> Gradients:
-        """The gradients of one stage's inputs; if nobody holds the whole span any more, by way of its parts."""
+        """The gradients of one stage's inputs; in several stages if no server has the whole span any more."""
         retries = self._view.retries()
         if stage.kept is not None:
             try:
                 return await self._hops.backward_of_kept(stage.kept, stage.span, stage.inputs, grad_outputs)
             except SessionLostError:
-                pass  # it has forgotten this forward
+                pass  # the server has dropped this forward
             except SwarmError as error:
                 await self._pause(retries, error, stage.span)
         while True:
@@ -421,5 +422,5 @@ class MicroBatches:
         await self._view.wait_after(error, retries, span)
 
     def _note(self, error: SwarmError, message: str) -> None:
-        """Many micro-batches meet the failure of one server; the first one tells it."""
+        """Log a failure. Many micro-batches meet the failure of one server, so only the first one is logged as news."""
         logger.log(logging.INFO if self._view.report(error) else logging.DEBUG, message, error)

@@ -1,22 +1,22 @@
-"""One server's part of a batch: asked for in pieces that it takes at once, and checked when it answers.
+"""Requests of micro-batches to servers, and checks of their answers.
 
-Used by `batches/batch_runner` and, to compare servers, by `batches/spot_checks`. What to do when a server fails is not
-known here. `BatchRequests` has the streams, one per server, and asks FORWARD and BACKWARD on them. `HopBatches` uses
-them where the client carries everything from server to server.
+Used by `batches/batch_runner` and, to compare servers, by `batches/spot_checks`; they decide what to do when a server
+fails. `BatchRequests` has the streams, one per server, and sends FORWARD and BACKWARD. `HopBatches` asks one server, in
+pieces that it accepts; the client carries the results to the next one.
 
-With `PushedBatches`, servers pass on to each other, as they do with the steps of sessions. Every server of a chain gets
-its own request at once. The first one brings the tensors; each later one names its source, each earlier one its target,
-by a secret of their own. So the hidden states take one way from server to server in place of two by way of the client,
-and the same holds for gradients, from the last server to the first.
+With `PushedBatches`, servers pass tensors on to each other, as they do with steps of sessions. Every server of a route
+gets its request at once. The first request brings the tensors. The others name the server before and the server behind,
+by a secret for each pair. So hidden states travel once between two servers, instead of twice by way of the client.
+Gradients do the same, from the last server to the first.
 
-    a server of the chain                        what the client does
-    answers, and its target has what it needs    waits for the next one
-    answers, but can't reach its target          relays from there on, and remembers the pair
-    fails, is lost, or doesn't answer in time    gives the chain up there, and says so to the servers behind
-    falls silent before its turn has come        the same: its source would try for seconds to reach it
+    a server                                     what the client does
+    answers, and has passed the tensors on       waits for the next one
+    answers, but can't reach the next one        relays from there on, and remembers the pair
+    fails, is lost, or doesn't answer in time    stops there, and tells the servers behind
+    falls silent before its turn                 the same: the server before would try for seconds to reach it
 
-The caller then goes on by relaying, from the last hidden states that it has. The answers bring those of every server if
-they are wanted, after they have been passed on.
+The caller then relays, from the last hidden states that it has. If wanted, answers also bring the tensors that were
+passed on.
 """
 
 import asyncio
@@ -52,12 +52,12 @@ from swarmllm.network.wire.protocol import MessageType
 Gradients = dict[str, Tensor]
 """Gradients of `hidden_states` and `BESIDE`, and as `adapter.INDEX` those of the adapter's tensors."""
 Kept = tuple[ServerInfo, int]
-"""A server that has kept a forward for its backward, and the request by which it is known there."""
+"""(a server that has kept a forward for its backward, the id of that request)."""
 
 
 @dataclass(frozen=True)
 class Neighbours:
-    """The part of a request about the servers before and after its own, if they pass things on."""
+    """The fields of a request about the servers before and behind its own, if they pass tensors on."""
 
     source: Predecessor | None = None
     target: Target | None = None
@@ -65,11 +65,11 @@ class Neighbours:
 
 
 ALONE = Neighbours()
-"""All comes from the client and goes to it."""
+"""All tensors come from the client and go to it."""
 
 
 class BatchRequests:
-    """The streams, and what is asked on them; one object per model, in the client's event loop."""
+    """The streams of sessionless requests; one object per model, in the client's event loop."""
 
     def __init__(self, view: SwarmView) -> None:
         self._view = view
@@ -87,7 +87,7 @@ class BatchRequests:
         return self._connections.get(peer_id)
 
     async def connection(self, hop: RouteHop) -> Connection:
-        """The stream to that server, opened now if there is none; requests at the same time share one attempt.
+        """The stream to that server, opened now if there is none; concurrent calls share one attempt.
 
         Raises:
             PeerError: it can't be reached.
@@ -126,10 +126,10 @@ class BatchRequests:
         neighbours: Neighbours = ALONE,
         timeout_s: float | None = None,
     ) -> Result:
-        """The server's answer, within `timeout_s` (by default that of a step).
+        """Send a request, and return the answer, within `timeout_s` (default: that of a step).
 
         Raises:
-            SwarmError: the server can't or doesn't do it.
+            SwarmError: the server failed or refused.
         """
         config = self._view.config
         if inputs.num_positions > hop.server.max_batch_tokens:
@@ -162,7 +162,7 @@ def _too_long(inputs: BlockInputs, server: ServerInfo) -> ConfigurationError:
 def _tensors(
     kind: MessageType, inputs: BlockInputs | None, grad_outputs: Tensor | None, neighbours: Neighbours
 ) -> tuple[dict[str, Tensor], bool]:
-    """The tensors to send, and whether a mask of ones was left out: the server makes it itself."""
+    """(the tensors to send, whether a mask of ones was left out for the server to make)."""
     tensors = {} if inputs is None else inputs.tensors()
     if ones_mask := inputs is not None and inputs.has_ones_mask(0):
         del tensors["attention_mask"]
@@ -190,21 +190,21 @@ def _header(hop: RouteHop, inputs: BlockInputs, neighbours: Neighbours, compress
 
 
 class HopBatches:
-    """Forward and backward of single hops; one object per model."""
+    """Forward and backward of single servers; one object per model."""
 
     def __init__(self, requests: BatchRequests, traits: BlockTraits) -> None:
         self._requests, self._traits = requests, traits
 
-    async def run(self, hop: RouteHop, inputs: BlockInputs) -> Tensor:
+    async def run_hop(self, hop: RouteHop, inputs: BlockInputs) -> Tensor:
         """The hop's outputs.
 
         Raises:
-            SwarmError: the server can't or doesn't do it.
+            SwarmError: the server failed or refused.
         """
         return (await self.forward(hop, replace(inputs, inner=None), keep=False))[0]
 
     async def forward(self, hop: RouteHop, inputs: BlockInputs, *, keep: bool) -> tuple[Tensor, Kept | None]:
-        """`run`, and where its graph is kept if it is to be: not of one in pieces, which are too large."""
+        """(outputs, the server that keeps the forward). It keeps none that was sent in pieces."""
         outputs = []
         pieces = list(micro_batches(inputs, hop.server.max_batch_tokens, self._traits))
         keep = keep and len(pieces) == 1
@@ -218,7 +218,7 @@ class HopBatches:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=self._traits.batch_axis), kept
 
     async def backward(self, hop: RouteHop, inputs: BlockInputs, grad_outputs: Tensor) -> Gradients:
-        """The gradients of the hop's inputs, computed from these inputs."""
+        """The gradients of the hop's inputs; the server computes the forward again."""
         pieces, first = [], 0
         for rows in micro_batches(inputs, hop.server.max_batch_tokens, self._traits):
             grad = grad_outputs.narrow(self._traits.batch_axis, first, rows.batch_size)
@@ -228,42 +228,42 @@ class HopBatches:
         return joined(pieces, self._traits)
 
     async def backward_of_kept(self, kept: Kept, span: Span, inputs: BlockInputs, grad_outputs: Tensor) -> Gradients:
-        """The same gradients by way of a forward that the server has kept."""
+        """The gradients of a forward that the server has kept."""
         server, forward = kept
         hop = RouteHop(server, span)
         answer = await self._requests.send(MessageType.BACKWARD, hop, inputs, grad_outputs, forward=forward)
         return self.gradients(answer, inputs, span, grad_outputs)
 
     def pieces(self, route: list[RouteHop], inputs: BlockInputs) -> list[RouteHop]:
-        """The route, its hops cut where one request would ask for too much of what passes between blocks."""
+        """The route, with hops cut so that no answer has too many inner states."""
         if inputs.inner is None:
             return route
         return [RouteHop(hop.server, part) for hop in route for part in parts_at_once(inputs, hop.span, self._traits)]
 
     def show(self, answer: Result, hop: RouteHop, inputs: BlockInputs) -> None:
-        """Take what a FORWARD has answered about the inside of the blocks, if that is wanted.
+        """Take the inner states of a FORWARD's answer, if they are wanted.
 
         Raises:
-            CorruptActivationsError: it can't be right.
+            CorruptActivationsError: they can't be right.
         """
         take_inner(answer, hop.span, inputs, self._traits)
 
     def outputs(self, answer: Result, inputs: BlockInputs) -> Tensor:
-        """The outputs that a FORWARD has answered.
+        """The outputs in a FORWARD's answer.
 
         Raises:
-            CorruptActivationsError: it can't be right.
+            CorruptActivationsError: they can't be right.
         """
         return self._checked(answer, inputs, "hidden_states", inputs.hidden_states)
 
     def gradients(self, answer: Result, inputs: BlockInputs, span: Span, hidden_like: Tensor | None) -> Gradients:
-        """The gradients that a BACKWARD has answered; without that of hidden_states if there is nothing `like` it.
+        """The gradients in a BACKWARD's answer; those of hidden_states only if `hidden_like` is given.
 
         Raises:
-            CorruptActivationsError: it can't be right.
+            CorruptActivationsError: they can't be right.
         """
         grads = {}
-        # A gradient may be of any size, and after a loss of NaN it is NaN: nobody's fault but the caller's.
+        # Gradients have no bound, and are NaN after a loss of NaN, which is not the server's fault.
         if hidden_like is not None:
             grads["hidden_states"] = self._checked(answer, inputs, "hidden_states", hidden_like, math.inf)
         for name in BESIDE:
@@ -295,9 +295,9 @@ class HopBatches:
 
 
 def micro_batches(inputs: BlockInputs, max_tokens: int, traits: BlockTraits) -> Iterator[BlockInputs]:
-    """Groups of samples of at most `max_tokens`, about equally large; a longer single sample goes alone.
+    """Groups of rows of at most `max_tokens`, of about equal size; a longer row is a group of its own.
 
-    Where the longest one decides how the others are computed, they stay together.
+    If the longest row decides how the others are computed, all stay together.
     """
     if decisive_rows(inputs, traits) is not None:
         yield inputs
@@ -310,7 +310,7 @@ def micro_batches(inputs: BlockInputs, max_tokens: int, traits: BlockTraits) -> 
 
 
 def joined(grads: list[Gradients], traits: BlockTraits) -> Gradients:
-    """Gradients of groups of rows as one: those of an adapter add up, all others belong to the rows."""
+    """Join gradients of groups of rows: those of an adapter are added up, others are concatenated."""
     if len(grads) == 1:
         return grads[0]
     axes = {"hidden_states": traits.batch_axis, **dict.fromkeys(BESIDE, 0)}
@@ -321,7 +321,7 @@ def joined(grads: list[Gradients], traits: BlockTraits) -> Gradients:
 
 
 def added_up(of_rows: Gradients, grads: list[Gradients]) -> Gradients:
-    """The gradients of all rows, and beside them the sums of those of an adapter."""
+    """The gradients of all rows, with the sums of the gradients of an adapter."""
     whole = dict(of_rows)
     for part in grads:
         for name in part.keys() - of_rows.keys():
@@ -332,18 +332,18 @@ def added_up(of_rows: Gradients, grads: list[Gradients]) -> Gradients:
 logger = logging.getLogger(__name__)
 
 MAX_CHAINS = 32
-"""Under way at a time; others are relayed. A server takes 64 requests of one stream, and those of a chain wait there
-from its beginning."""
+"""Most pushed micro-batches at a time; others are relayed. A server takes 64 requests of one stream, and pushed ones
+wait there from the beginning."""
 MAX_CHAIN_BYTES = 128 << 20
-"""Bytes of hidden states in all chains, at one server: a quarter of what it takes from one peer."""
+"""Bytes of hidden states in all of them, at one server: a quarter of what it takes from one peer."""
 UNLINKED_S = 600.0
-"""Seconds for which two servers of which one can't reach the other are not asked again. Assumed: mostly it is a NAT."""
+"""Seconds until two servers are asked again, after one could not reach the other. Assumed: mostly because of a NAT."""
 WITHDRAWAL_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """The work of one server of a chain; only the first one's hidden states are sent."""
+    """One server's part of a pushed micro-batch; only the first part's hidden states are sent."""
 
     hop: RouteHop
     inputs: BlockInputs
@@ -356,9 +356,9 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """The end of a chain's run: the answers of its first servers, and what went wrong behind them.
+    """The answers of the first servers, and the error behind them.
 
-    Fewer answers than servers and no error: the last one that answered can't reach its target.
+    Fewer answers than servers without an error: the last server that answered can't reach the next one.
     """
 
     answers: list[Result]
@@ -366,7 +366,7 @@ class Outcome:
 
 
 class PushedBatches:
-    """Runs chains; one object per model, in the client's event loop."""
+    """Micro-batches that servers pass on to each other; one object per model, in the client's event loop."""
 
     def __init__(self, view: SwarmView, requests: BatchRequests) -> None:
         self._view = view
@@ -375,13 +375,12 @@ class PushedBatches:
         self._num_chains = 0
         self._num_bytes = 0
         self.num_pushed = 0
-        """Tensors that went from server to server so far."""
+        """Tensors that have gone from server to server."""
 
     def chain_length(self, servers: Sequence[ServerInfo], inputs: BlockInputs) -> int:
-        """Count the servers, from the first one on, that can pass such a micro-batch on to each other; at least 1.
+        """The number of first servers that can pass such a micro-batch on to each other; at least 1.
 
-        With spot checks nothing is pushed: they compare what a server has made of what it was given, and where servers
-        pass on, it could show this client something else than its target.
+        With spot checks nothing is pushed: a server could pass on other tensors than it answers to this client.
         """
         config = self._view.config
         num_bytes = self._num_bytes + inputs.hidden_states.nbytes
@@ -398,7 +397,7 @@ class PushedBatches:
             length += 1
         return length
 
-    async def run(
+    async def run_pushed(
         self,
         kind: MessageType,
         parts: Sequence[Part],
@@ -407,8 +406,8 @@ class PushedBatches:
         keep: bool = False,
         without_pushed: bool = False,
     ) -> Outcome:
-        """FORWARD or BACKWARD through all parts in this order; `without_pushed`: nobody answers what is passed on."""
-        timeout_s = 2 * len(parts) * self._view.config.step_timeout_s  # the last one waits for all before it
+        """FORWARD or BACKWARD through all parts in order; `without_pushed`: pushed tensors aren't answered as well."""
+        timeout_s = 2 * len(parts) * self._view.config.step_timeout_s  # the last server waits for all before it
 
         def request(part: Part, neighbours: Neighbours) -> Awaitable[Result]:
             return self._requests.send(
@@ -438,7 +437,7 @@ class PushedBatches:
             self._num_bytes -= num_bytes
 
     async def _follow(self, chain: Sequence["_Link"]) -> Outcome:
-        """Wait for one server after the other; those that are left behind are told not to wait."""
+        """Wait for one server after the other; at the end, tell the remaining ones not to wait."""
         answers: list[Result] = []
         try:
             for index, link in enumerate(chain):
@@ -446,7 +445,7 @@ class PushedBatches:
                 if isinstance(found, SwarmError):
                     source = link.neighbours.source
                     if source is not None and isinstance(found, PeerError) and found.is_hearsay:
-                        self._unlink(source.peer_id, link.part.peer_id)  # from now on this client sees who is right
+                        self._unlink(source.peer_id, link.part.peer_id)  # relaying shows which is right
                     return Outcome(answers, found)
                 answers.append(found)
                 if link.neighbours.target is not None:
@@ -461,7 +460,7 @@ class PushedBatches:
                 link.answer.cancel()
 
     async def _answer(self, link: "_Link", behind: Sequence["_Link"]) -> Result | SwarmError:
-        """The answer of a server whose source has done its part; if none comes, it is clear who is to blame."""
+        """The answer of a server that has got its tensors; if none comes, this server is to blame."""
         config, source = self._view.config, link.neighbours.source
         deadline = time.monotonic() + config.step_timeout_s
         under_way = {one.answer for one in (link, *behind)}
@@ -472,7 +471,7 @@ class PushedBatches:
                 if isinstance(error, PeerTimeoutError) and not error.is_hearsay and not link.answer.done():
                     return error
         if not link.answer.done() and source is not None:
-            await self._withdraw([link])  # changes nothing if it has what it needs
+            await self._withdraw([link])  # has no effect if it has got its tensors
             await asyncio.wait({link.answer}, timeout=config.connect_timeout_s)
             if link.answer.done() and isinstance(link.answer.result(), SessionLostError):
                 self._unlink(source.peer_id, link.part.peer_id)
@@ -491,7 +490,7 @@ class PushedBatches:
 
     def _unlink(self, source: str, target: str) -> None:
         now = time.monotonic()
-        if self._unlinked.get((source, target), now) <= now:  # once is enough for all micro-batches
+        if self._unlinked.get((source, target), now) <= now:  # log it once for all micro-batches
             logger.info("%s doesn't pass on to %s, so batches go through this client there", source, target)
         self._unlinked = {pair: until for pair, until in self._unlinked.items() if until > now}
         self._unlinked[source, target] = now + UNLINKED_S
@@ -499,7 +498,7 @@ class PushedBatches:
 
 @dataclass(frozen=True, eq=False)
 class _Link:
-    """One server's request that is under way."""
+    """A request to one server that is under way."""
 
     part: Part
     neighbours: Neighbours
@@ -507,13 +506,13 @@ class _Link:
 
     @property
     def error(self) -> SwarmError | None:
-        """The error so far. A server may say that its source gave it something wrong, which proves nothing."""
+        """The error so far. It proves nothing if the server blames the one before it."""
         error = self.answer.result() if self.answer.done() else None
         return error if isinstance(error, SwarmError) else None
 
 
 def _with_neighbours(parts: Sequence[Part], without_pushed: bool) -> Iterator[tuple[Part, Neighbours]]:
-    """Each part, with what its request says about its neighbours."""
+    """Each part, with the fields of its request about its neighbours."""
     source: Predecessor | None = None
     for part, after in zip(parts, [*parts[1:], None], strict=True):
         if after is None:

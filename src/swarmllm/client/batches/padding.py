@@ -1,15 +1,15 @@
-"""Padding that isn't computed: which rows of a batch go together, and what of them is text.
+"""Leaving out padding: which rows of a batch form a micro-batch, and which positions of them are text.
 
-Rows go in order of their length, the longest first, each micro-batch cut to its longest text; what comes back is put
-where it belongs. Outputs and gradients of padding are zeros, and what the caller has there reaches nobody. Without
-padding nothing is moved or copied. (EnergonAI, section 4.3, leaves padding out between the attentions of its workers;
-here it isn't sent, either.)
+Rows are ordered by length, the longest first, and each micro-batch is cut to its longest text. Results are put back in
+place. Outputs and gradients of padding are zeros, and the caller's values there are never sent. Without padding nothing
+is moved or copied. (EnergonAI, section 4.3, leaves padding out between the attentions of its workers; here it isn't
+sent either.)
 
-Where the longest row of a batch decides how all others are computed (`cutting.decisive_rows`), a micro-batch without
-such a row is given a copy of one, whose outputs go nowhere.
+If the longest row of a batch decides how all others are computed (`decisive_rows`), a micro-batch without such
+a row gets a copy of one, whose outputs are dropped.
 
-On which sides this changes nothing of the texts, servers say (`BlockTraits.skips_padding`, from
-`models/span/probes`); elsewhere padding is text like any other. Used by `batches/batch_runner`.
+`BlockTraits.skips_padding` (from `models/span/probes`) says on which sides padding can be left out without a
+change to the texts; otherwise it is computed like text. Pure. Used by `batches/batch_runner`.
 """
 
 import logging
@@ -30,7 +30,7 @@ _INSTEAD = "to have it computed, open the model with client_config=ClientConfig(
 
 @dataclass(frozen=True, eq=False)
 class Excerpt:
-    """The part of a batch that a micro-batch is."""
+    """The place of a micro-batch in its batch."""
 
     rows: Tensor
     """Their indices in the batch."""
@@ -38,13 +38,13 @@ class Excerpt:
     end: int
     """Positions [first, end)."""
     padding: Tensor | None
-    """`[rows, end - first]`, where the micro-batch isn't text; None: all of it is."""
+    """`[rows, end - first]`: True where the micro-batch is padding; None: all of it is text."""
     has_copy: bool = False
-    """Whether a row follows that is computed for the others' sake."""
+    """One more row follows, a copy that decides how the others are computed."""
 
 
 class Layout:
-    """Where the texts of one batch are; holds none of them."""
+    """The places of the texts of one batch, without their tensors."""
 
     def __init__(self, inputs: BlockInputs, traits: BlockTraits) -> None:
         self._traits, self._size = traits, (inputs.batch_size, inputs.seq_len)
@@ -54,17 +54,17 @@ class Layout:
         self._firsts, self._ends = _texts(inputs, traits)
         true_lengths = self._ends - self._firsts
         self.is_whole = bool((true_lengths == inputs.seq_len).all())
-        """Whether there is nothing to leave out."""
-        lengths = true_lengths.clamp(min=1).tolist()  # no server takes rows of no position
+        """There is no padding to leave out."""
+        lengths = true_lengths.clamp(min=1).tolist()  # servers refuse empty rows
         self._order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], int(self._firsts[row])))
         self._lengths = [lengths[row] + self._prefix for row in self._order]
         self.num_tokens = sum(self._lengths)
-        """Positions that are to be computed, those of prefixes included."""
+        """Positions to compute, those of prefixes included."""
         self.longest = max(self._lengths)
-        """Those of the longest row."""
+        """Positions of the longest row."""
 
     def split(self, shares: Sequence[float]) -> list[range]:
-        """The rows by their places in the order of length, in parts of about these shares of all tokens."""
+        """Ranges of rows, in the order of length, with about these shares of all tokens."""
         if self._stays_whole:
             shares = [float(place == 0) for place in range(len(shares))]
         before = [0, *accumulate(self._lengths)]
@@ -78,7 +78,7 @@ class Layout:
         return sum(self._lengths[part.start : part.stop])
 
     def micro_batches(self, part: range, max_tokens: int) -> Iterator[range]:
-        """Groups of rows of at most `max_tokens`, each as long as its longest; a longer single row goes alone."""
+        """Groups of rows of at most `max_tokens`, as wide as their longest row; a longer row is a group of its own."""
         start = part.start
         if self._stays_whole:
             yield part
@@ -87,14 +87,14 @@ class Layout:
             max_tokens -= self._lengths[part.start]
         while start < part.stop:
             most, left = max(1, max_tokens // self._lengths[start]), part.stop - start
-            size = -(-left // -(-left // most))  # about equally large if their lengths are
+            size = -(-left // -(-left // most))  # groups of about equal size if their lengths are
             while size > 1 and size * self._width(range(start, start + size)) > max_tokens:
-                size -= 1  # not all begin or end together
+                size -= 1  # texts may begin or end at different positions
             yield range(start, start + size)
             start += size
 
     def _columns(self, rows: Tensor) -> tuple[int, int]:
-        """The positions [first, end) that hold the texts of these rows."""
+        """The positions [first, end) of the texts of these rows."""
         return int(self._firsts[rows].min()), max(1, int(self._ends[rows].max()))
 
     def _width(self, part: range) -> int:
@@ -102,7 +102,7 @@ class Layout:
         return end - first + self._prefix
 
     def cut(self, inputs: BlockInputs, part: range) -> tuple[BlockInputs, Excerpt]:
-        """These rows of the batch as a batch of their own, and where they belong."""
+        """(these rows of the batch as a micro-batch, their place)."""
         if self.is_whole:
             rows = torch.arange(part.start, part.stop)
             if self._decisive is not None and not set(self._decisive) & set(part):
@@ -116,13 +116,13 @@ class Layout:
         padding = (positions < self._firsts[rows, None]) | (positions >= self._ends[rows, None])
         excerpt = Excerpt(rows, first, end, padding if bool(padding.any()) else None)
         cut = inputs.cut_to(first, end, self._traits).rows_in_order(rows, self._traits)
-        if excerpt.padding is not None:  # whatever it holds must not reach the texts, not even multiplied by 0
+        if excerpt.padding is not None:  # its values must not reach the texts, not even multiplied by 0
             cleared = {name: _cleared(getattr(cut, name), excerpt.padding, self._axis(name)) for name in _floats(cut)}
             cut = cut.with_tensors(cleared)
         return cut, excerpt
 
     def take(self, whole: Tensor, excerpt: Excerpt) -> Tensor:
-        """What of the gradient of the batch's outputs belongs to a micro-batch: `[…, rows, end - first, …]`."""
+        """The gradient of a micro-batch's outputs, `[…, rows, end - first, …]`, taken from that of the batch."""
         axis = self._traits.batch_axis
         if self.is_whole:
             of_rows = whole.narrow(axis, int(excerpt.rows[0]), len(excerpt.rows))
@@ -134,7 +134,7 @@ class Layout:
         return part if excerpt.padding is None else _cleared(part, excerpt.padding, axis)
 
     def put_back(self, name: str, parts: Sequence[tuple[Tensor, Excerpt]]) -> Tensor:
-        """The micro-batches' `hidden_states` or `inputs_embeds`, or gradients of these, as those of the batch."""
+        """Join `hidden_states` or `inputs_embeds` of the micro-batches, or their gradients, to those of the batch."""
         axis, (like, _) = self._axis(name), parts[0]
         if self.is_whole:
             return torch.cat([tensor.narrow(axis, 0, len(excerpt.rows)) for tensor, excerpt in parts], dim=axis)
@@ -146,7 +146,7 @@ class Layout:
         return whole
 
     def reads_padding(self, grad_outputs: Tensor) -> bool:
-        """Whether outputs that weren't computed have a gradient."""
+        """True if outputs of padding, which weren't computed, have a gradient."""
         if self.is_whole:
             return False
         positions = torch.arange(self._size[1])
@@ -159,18 +159,18 @@ class Layout:
 
 
 class PaddingNotices:
-    """What differs from a local model where padding isn't computed, each once in the log of a client."""
+    """Warnings, each logged once, about differences from a local model when padding isn't computed."""
 
     def __init__(self) -> None:
         self.told_of_outputs = self._told_of_gradients = False
 
     def of_outputs(self, layout: Layout, inputs: BlockInputs) -> None:
-        """Call it for each batch. Nobody needs to know where the model's own loss or head reads the texts alone."""
+        """Call it for each batch. It says nothing if the model's own loss or head reads the texts alone."""
         if self.told_of_outputs or layout.is_whole or inputs.of_texts_alone:
             return
         self.told_of_outputs = True
         logger.warning(
-            "what attention_mask hides at the ends of texts isn't computed: hidden states there are zeros, which is "
+            "padding at the ends of texts isn't computed: hidden states there are zeros, which is "
             "right for losses and averages over the texts alone; %s",
             _INSTEAD,
         )
@@ -181,23 +181,23 @@ class PaddingNotices:
             return
         self._told_of_gradients = True
         logger.warning(
-            "the loss takes in positions that attention_mask hides, which aren't computed, so it is not the loss of a "
-            "local model, nor are its gradients: leave them out of it; or, %s",
+            "the loss takes in positions that attention_mask hides, which aren't computed, so loss and gradients are "
+            "not those of a local model: leave these positions out of the loss; or, %s",
             _INSTEAD,
         )
 
 
 def _texts(inputs: BlockInputs, traits: BlockTraits) -> tuple[Tensor, Tensor]:
-    """The first position of each row that is to be computed, and that behind the last one."""
+    """The first position of each row to compute, and the one behind the last."""
     count, length, mask = inputs.batch_size, inputs.seq_len, inputs.attention_mask
     firsts, ends = torch.zeros(count, dtype=torch.long), torch.full((count,), length)
     if mask is None or mask.ndim != 2 or not traits.skips_padding or traits.even_length < inf:
         return firsts, ends
-    if inputs.whole or inputs.inner is not None:  # who looks between the blocks gets all of it
+    if inputs.whole or inputs.inner is not None:  # inner states include padding
         return firsts, ends
     shown = (mask != 0).cpu()
     places = torch.arange(length)
-    # What an adapter puts at the first positions, or before them, must stay where it is to the text.
+    # Prompts and prefixes of an adapter must keep their distance to the text.
     begins_anywhere = inputs.adapter is None or not (inputs.adapter.num_prompts or inputs.num_prefix)
     if "left" in traits.skips_padding and begins_anywhere:
         firsts = places.where(shown, length).amin(dim=1)

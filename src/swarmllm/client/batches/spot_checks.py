@@ -1,16 +1,16 @@
-"""Spot checks: a sampled step or batch is run again on other servers and compared, position by position.
+"""Spot checks: a sampled step or micro-batch is computed again on other servers and compared at each position.
 
-With `ClientConfig.verify_fraction = p`, each decode step of a session and each hop of a forward batch is checked with
-probability p. A session's step is run again as one forward of everything since its beginning, boundary by boundary of
-its route, so a check costs as much as a prefill; on a mismatch each server of the route is asked to do its part of the
-same, to see whose differs. Nothing is checked where every block has only one server.
+With `ClientConfig.verify_fraction = p`, each decode step of a session and each hop of a forward is checked with
+probability p. A session is checked by one forward of its whole text, server by server of its route, so a check costs
+as much as a prefill. On a mismatch each server of the route computes its part of that forward, to find the one that
+differs. Blocks with only one server aren't checked.
 
     two servers differ, and a third one      what follows
     agrees with one of them                  the other one is quarantined: this client doesn't use it any more
-    agrees with neither, or isn't there      nobody is proven to be wrong: all are avoided for a while, as after a fault
-    what is different is only the session    the same for all servers of its route: each may have been lied to
+    agrees with neither, or doesn't exist    nothing is proven: all are avoided for a while, as after a fault
+    only the session's results differ        the same for all servers of its route: each may have been lied to
 
-What was compared and found to differ is never used, whoever is to blame.
+Results that differ are never used, whichever server is to blame.
 """
 
 import logging
@@ -31,23 +31,23 @@ RunHop = Callable[[RouteHop, BlockInputs], Awaitable[Tensor]]
 
 
 class SpotChecks:
-    """`run_hop` runs one hop of a batch (`batches/hop_batches`)."""
+    """Compares servers. `run_hop` computes one hop's part of a forward (`batches/hop_batches`)."""
 
     def __init__(self, view: SwarmView, traits: BlockTraits, run_hop: RunHop) -> None:
         self._view = view
         self._traits = traits
         self._run_hop = run_hop
-        self._random = random.SystemRandom()  # a server must not be able to foresee which step is checked
+        self._random = random.SystemRandom()  # servers must not be able to predict which step is checked
 
     def due(self) -> bool:
-        """Whether the next one is to be checked."""
+        """True if the next step or hop is to be checked."""
         return self._random.random() < self._view.config.verify_fraction
 
     async def check_hop(self, hop: RouteHop, inputs: BlockInputs, outputs: Tensor) -> None:
-        """Compare what `hop` made of `inputs` with another server's result.
+        """Compare `outputs`, which `hop` computed from `inputs`, with another server's result.
 
         Raises:
-            CorruptActivationsError: they differ, and `hop` is not the one that a third server contradicts.
+            CorruptActivationsError: they differ, and no third server agrees with `hop`.
         """
         second = await self._elsewhere(hop, inputs, {hop.server.peer_id})
         if second is None or self._agree(outputs, second[0], inputs, hop.server, *second[1]):
@@ -59,19 +59,19 @@ class SpotChecks:
         if third is not None and self._agree(second[0], third[0], inputs, *second[1], *third[1]):
             raise self._caught([hop.server])
         others = second[1] if third is None else [*second[1], *third[1]]
-        raise self._doubted([hop.server, *others], "two servers differ, and no third one says who is right")
+        raise self._doubted([hop.server, *others], "two servers differ, and no third one shows which is right")
 
     async def check_session(self, route: Sequence[RouteHop], inputs: BlockInputs, outputs: Tensor) -> None:
         """Compare a session's last `outputs` with a forward of all its `inputs`, which end at the same position.
 
         Raises:
-            CorruptActivationsError: some server of the route returned something else.
+            CorruptActivationsError: they differ.
         """
         boundaries, checkers = [inputs], []
         for hop in route:
             result = await self._elsewhere(hop, boundaries[-1], {hop.server.peer_id})
             if result is None:
-                return  # nobody else has these blocks
+                return  # no other server has these blocks
             boundaries.append(boundaries[-1].with_hidden(result[0]))
             checkers.append(result[1])
         axis = self._traits.batch_axis + 1
@@ -85,20 +85,20 @@ class SpotChecks:
             own = await self._run_hop(hop, before)
             if not self._agree(own, after.hidden_states, before, hop.server, *servers):
                 await self.check_hop(hop, before, own)
-                # Those who were asked for comparison were wrong, so nothing has been compared yet.
+                # The servers asked for comparison were wrong, so nothing has been compared yet.
                 if len(self._view.health.quarantined) > num_caught:
                     await self.check_session(route, inputs, outputs)
                 return
-        # Each does its part right when asked for it alone: only the session was wrong, by whose fault can't be told.
+        # Each server is right when asked alone: only the session was wrong, and the client can't know who is at fault.
         raise self._doubted([hop.server for hop in route], "a session returned something else than others did")
 
     async def _elsewhere(
         self, hop: RouteHop, inputs: BlockInputs, without: set[str]
     ) -> tuple[Tensor, list[ServerInfo]] | None:
-        """The hop's result from other servers, and which they were; None if there are none."""
+        """(the hop's result from other servers, these servers); None if there are none."""
         costs = self._view.routes.costs(row_tokens=inputs.row_tokens)
         route = self._view.routes.alternative(hop.span, without, costs=costs)
-        if route is None:  # better somebody doubtful than nobody: one alone could say what he likes
+        if route is None:  # better a doubtful server than none: a single one could answer anything
             route = self._view.routes.alternative(hop.span, without, even_avoided=True, costs=costs)
         if route is None:
             return None
@@ -108,13 +108,13 @@ class SpotChecks:
         except PeerError as error:
             self._view.report(error)
             return None
-        except ConfigurationError:  # too many tokens for one batch
+        except ConfigurationError:  # too many tokens for one request
             return None
         self._view.counts["spot_checks"] += 1
         return inputs.hidden_states, [part.server for part in route]
 
     def _agree(self, first: Tensor, second: Tensor, inputs: BlockInputs, *servers: ServerInfo) -> bool:
-        """Whether they are the same at each position that isn't padding; both end with the last one of `inputs`."""
+        """True if they agree at each position that isn't padding; both end with the last position of `inputs`."""
         config, axis = self._view.config, self._traits.batch_axis
         tolerance = min(config.verify_tolerance, max(map(honest_error, servers)))
         if config.compression != "none":
@@ -129,13 +129,13 @@ class SpotChecks:
         return bool(right.all())
 
     def _caught(self, servers: Sequence[ServerInfo]) -> CorruptActivationsError:
-        """Judge servers whose common work was wrong: one alone is proven to lie, of several at least one is."""
+        """Judge servers whose common result was wrong: a single one has lied, of several at least one has."""
         if len(servers) > 1:
             return self._doubted(servers, "of several servers, some returned wrong hidden states")
         (server,) = servers
         error = CorruptActivationsError("a spot check found wrong hidden states", server.peer_id)
         if server.peer_id in self._view.health.quarantined:
-            return error  # another check, which ran at the same time, has told it
+            return error  # another check, at the same time, has reported it
         self._view.counts["spot_checks_failed"] += 1
         self._view.health.quarantine(server.peer_id)
         logger.warning(
@@ -147,7 +147,7 @@ class SpotChecks:
         return error
 
     def _doubted(self, servers: Sequence[ServerInfo], what: str) -> CorruptActivationsError:
-        """One of them is wrong, and nobody knows which."""
+        """Judge servers of which one is wrong, and the client can't know which."""
         self._view.counts["spot_checks_undecided"] += 1
         peer_ids = [server.peer_id for server in servers]
         for peer_id in peer_ids:

@@ -12,13 +12,13 @@ behind its start.
     send, at the end of what is under way     the step follows it
     send, at a lower position                 everything under way is stale; the step starts from there
     receive                                   the result of the oldest step under way, after a repair if need be
-    a repair, or a move to a better route     what is under way is sent again, under the new epoch; stale steps are not
-    a stale step fails                        the servers drop all steps of that epoch, so the chain is repaired
+    a repair, or a move to a better route     what is under way is sent again, in the new version; stale steps are not
+    a stale step fails                        the servers drop all steps of that version, so the chain is repaired
 
 Before each step, `_make_ready` repairs what is broken:
 
 1. Hops with a broken stream or a lost session are replaced: a new route for exactly their blocks, new sessions.
-2. Every hop is linked to its successor anew, under a new epoch. Steps of earlier epochs are dropped.
+2. Every hop is linked to its successor anew, in a new version of the chain. Steps of earlier versions are dropped.
 3. The caches of new hops are rebuilt by replaying inputs. The hop before them has kept what it sent; if the first hop
    is new, the client has. Other hops keep their caches.
 4. Steps without an answer are sent again. A hop that ran one before rolls its cache back to the start of the step.
@@ -155,7 +155,7 @@ class Chain:
             SessionClosedError: it has been closed.
             SwarmError: repairs failed, within the retries; the session stays usable as it was before.
         """
-        return self._on_device(self.view.loop.run(self._step(self._to_send(inputs, has_noise))), inputs)
+        return self._on_device(self.view.loop.run_coroutine(self._step(self._to_send(inputs, has_noise))), inputs)
 
     def send(self, inputs: BlockInputs, position: int) -> None:
         """Send a step that starts at `position`, and don't wait for its result.
@@ -165,7 +165,7 @@ class Chain:
             ConfigurationError: it doesn't follow what the session has seen, or what is under way.
             SessionClosedError: the session has been closed.
         """
-        self.view.loop.run(self._send(self._to_send(inputs), position))
+        self.view.loop.run_coroutine(self._send(self._to_send(inputs), position))
 
     def receive(self) -> Tensor:
         """The result of the oldest step under way: hidden states of the shape of its inputs.
@@ -173,15 +173,15 @@ class Chain:
         Raises:
             SwarmError: as `run_step`; nothing is under way then.
         """
-        return self.view.loop.run(self._receive()).to(self._device, non_blocking=True)
+        return self.view.loop.run_coroutine(self._receive()).to(self._device, non_blocking=True)
 
     def abandon(self) -> None:
         """Drop the results of all steps under way."""
-        self.view.loop.run(self._abandon())
+        self.view.loop.run_coroutine(self._abandon())
 
     def past(self) -> list[tuple[int, BlockInputs]]:
         """(position, inputs) of all that the blocks have seen, in as few calls as possible."""
-        return self.view.loop.run(self._past())
+        return self.view.loop.run_coroutine(self._past())
 
     def remember(self, inputs: BlockInputs, *, has_noise: bool = False) -> None:
         """Note that the blocks have seen `inputs` elsewhere. Servers compute them when the text goes on."""
@@ -450,8 +450,8 @@ class Chain:
             self.num_repairs += 1
             self.view.counts["repairs"] += 1
         await self._hops.look_after_accused(self.view.config.connect_timeout_s)
-        self._in_flight.begin_epoch()  # after the look, which may find that a stream has broken
-        await self._hops.complete(self._settings, self._in_flight.epoch, self._costs())
+        self._in_flight.begin_version()  # after the look, which may find that a stream has broken
+        await self._hops.complete(self._settings, self._in_flight.chain_version, self._costs())
         await self._rejoin(began_at)
 
     async def _move_if_better(self) -> bool:
@@ -471,9 +471,9 @@ class Chain:
             SwarmError: the old route has been left, and the new one needs a repair.
         """
         began_at = asyncio.get_running_loop().time()
-        if not await self._hops.exchange(route, self._settings, self._in_flight.epoch + 1):
+        if not await self._hops.exchange(route, self._settings, self._in_flight.chain_version + 1):
             return False
-        self._in_flight.begin_epoch()
+        self._in_flight.begin_version()
         self._in_flight.is_linked = False
         self.view.counts["moves"] += 1
         await self._rejoin(began_at)
@@ -481,7 +481,7 @@ class Chain:
 
     async def _rejoin(self, began_at: float) -> None:
         """Link the hops, and fill the caches of new ones."""
-        await self._hops.link(self._in_flight.epoch)
+        await self._hops.link(self._in_flight.chain_version)
         if self.text.position:
             for before, run in list(self._hops.new_runs()):
                 await self._replay(before, run)

@@ -1,6 +1,6 @@
-"""One server of a chain and our session there: the requests that a chain makes of it.
+"""One server of a chain, and the messages that a chain sends to its session there.
 
-Used by the parts of `session/chain`, which decide what is asked for and what to do when it fails.
+Used by `chain`, `open_route` and `in_flight`, which decide what to ask for and what to do when it fails.
 """
 
 import asyncio
@@ -20,16 +20,16 @@ from swarmllm.network.wire.protocol import MessageType
 
 @dataclass(frozen=True)
 class ChainState:
-    """A chain as all its requests describe it: how often it was repaired, and its batch's rows chosen."""
+    """The state of a chain that each request names: its version, and the selection of rows of its batch."""
 
-    epoch: int
+    chain_version: int
     num_choices: int = 0
     batch_index: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
 class SessionSettings:
-    """What a chain's sessions are opened with, the same on every server."""
+    """Settings of a chain's sessions, the same on every server."""
 
     on_answer: OnAnswer
     batch_size: int
@@ -41,7 +41,7 @@ class SessionSettings:
 
 @dataclass(eq=False)
 class Hop:
-    """A session on one server; its cache is `new`, that is empty, until a repair has filled it."""
+    """A session on one server. While it is `new`, its cache is empty and a repair has to fill it."""
 
     route_hop: RouteHop
     connection: Connection
@@ -50,13 +50,13 @@ class Hop:
     timeout_s: float
     new: bool = True
     lost: bool = False
-    """The server answers, but this session is of no use there any more."""
+    """The server may answer, but this session is not used any more."""
     _sending: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Steps go in the order in which they were given, also where a long one is packed in a thread meanwhile."""
+    """Keeps steps in order while a thread compresses a long one."""
 
     @classmethod
-    async def open(cls, view: SwarmView, route_hop: RouteHop, settings: SessionSettings, *, epoch: int) -> Self:
-        """Connect, and lease KV cache for the session.
+    async def open(cls, view: SwarmView, route_hop: RouteHop, settings: SessionSettings, *, chain_version: int) -> Self:
+        """Connect, and open a session with a lease of KV cache.
 
         Raises:
             SwarmError: the server can't be reached or refuses.
@@ -65,14 +65,14 @@ class Hop:
         session, token, timeout_s = secrets.token_hex(16), secrets.token_hex(16), view.config.connect_timeout_s
         hop = cls(route_hop, connection, session, token, timeout_s)
         try:
-            await hop._lease(view, settings, epoch)
+            await hop._lease(view, settings, chain_version)
         except BaseException:
             connection.close()
             raise
         view.health.succeeded(hop.peer_id)
         return hop
 
-    async def _lease(self, view: SwarmView, settings: SessionSettings, epoch: int) -> None:
+    async def _lease(self, view: SwarmView, settings: SessionSettings, chain_version: int) -> None:
         adapter = await view.adapters.header_fields(
             self.connection, settings.adapter, self.span, timeout_s=view.config.step_timeout_s
         )
@@ -84,13 +84,13 @@ class Hop:
             end=self.span.end,
             batch_size=settings.batch_size,
             max_length=settings.max_length,
-            epoch=epoch,
+            epoch=chain_version,
             record_past=settings.record_past,
             source_length=settings.source_length,
             compression=view.config.compression,
             **adapter,
         )
-        # Blocks that nobody has used for long are loaded first.
+        # A server loads blocks first that were not used for long.
         timeout_s = view.config.step_timeout_s if self.connection.asleep else self.timeout_s
         await self.connection.request(MessageType.OPEN, header, timeout_s=timeout_s)
 
@@ -106,11 +106,11 @@ class Hop:
     def usable(self) -> bool:
         return not self.lost and self.connection.error is None
 
-    async def link(self, successor: "Hop | None", epoch: int) -> int:
-        """Have outputs sent to `successor`, or (None) to us; returns the position up to which it has sent outputs.
+    async def link(self, successor: "Hop | None", chain_version: int) -> int:
+        """Have outputs sent to `successor`, or (None) to this client; returns up to which position it has sent some.
 
         Raises:
-            SwarmError: it can't reach the successor (who is then the error's peer), or doesn't answer.
+            SwarmError: it can't reach the successor (the error's peer is the successor then), or doesn't answer.
         """
         target = None
         if successor is not None:
@@ -118,8 +118,8 @@ class Hop:
             target = Successor(
                 peer_id=server.peer_id, addrs=server.addrs, session=successor.session, token=successor.token
             )
-        header = LinkHeader(id=new_request_id(), session=self.session, epoch=epoch, successor=target)
-        # The server dials its successor meanwhile, within a timeout of its own.
+        header = LinkHeader(id=new_request_id(), session=self.session, epoch=chain_version, successor=target)
+        # Meanwhile the server dials its successor, with a timeout of its own.
         timeout_s = self.timeout_s if successor is None else 2 * self.timeout_s
         others = [] if successor is None else [successor.connection]
         answer = await self.connection.request(
@@ -141,14 +141,14 @@ class Hop:
         replay_hops: int = 0,
         exactly: bool = False,
     ) -> BlockInputs:
-        """Send a step, whose answer comes from the end of the chain; returns the inputs as the server sees them.
+        """Send a step, which the last hop of the chain answers; returns the inputs as this server decodes them.
 
-        `exactly`: nothing may be rounded, because somebody has seen these hidden states already.
+        `exactly`: don't compress, because another server has computed on these very values.
 
         Raises:
             PeerError: the connection is broken.
         """
-        if position:  # servers have the source since the begin
+        if position:  # servers got the encoder outputs with the first step
             inputs = inputs.without_source()
         tensors = inputs.tensors()
         if ones_mask := inputs.has_ones_mask(position):
@@ -156,7 +156,7 @@ class Hop:
         header = StepHeader(
             id=request,
             session=self.session,
-            epoch=state.epoch,
+            epoch=state.chain_version,
             position=position,
             batch_size=inputs.batch_size,
             seq_len=inputs.seq_len,
@@ -173,7 +173,7 @@ class Hop:
         return inputs.with_tensors(as_received(outgoing))
 
     async def send_replay(self, request: int, state: ChainState, length: int, replay_hops: int) -> None:
-        """Have the kept outputs for positions [0, length) sent again, through the next `replay_hops` servers.
+        """Have the outputs that the server kept for positions [0, length) sent through the next `replay_hops` servers.
 
         Raises:
             PeerError: the connection is broken.
@@ -181,7 +181,7 @@ class Hop:
         header = ReplayHeader(
             id=request,
             session=self.session,
-            epoch=state.epoch,
+            epoch=state.chain_version,
             length=length,
             replay_hops=replay_hops,
             num_choices=state.num_choices,

@@ -1,8 +1,10 @@
-"""Steps and replays of a chain that are in flight: which answer belongs to which, what is relayed, what has failed.
+"""Requests to a chain that wait for an answer: steps and replays.
 
-Part of `session/chain`. The connections call `on_answer` in the client's event loop; whoever sends a step waits for it
-in `answered`. What fails is told to everybody who waits, and to whoever comes later in the same epoch: a server drops
-all steps of an epoch in which one has failed.
+Used by `session/chain`, which adds a step, sends it, and waits in `answered`. Connections call `on_answer` in the
+client's event loop. Answers are matched with their steps and checked here: servers are not trusted.
+
+A failure fails all steps that wait, and all later ones of the same chain version: once a step has failed, servers
+drop all others of its version.
 """
 
 import asyncio
@@ -25,50 +27,51 @@ from swarmllm.models.boundary.inner_states import checked
 
 @dataclass(eq=False)
 class PendingStep:
-    """Made in the event loop by `session/in_flight`; whoever asked for it waits for `done`."""
+    """A step under way, or a replay."""
 
     request: int
-    """The id by which servers know it."""
+    """Its id in messages."""
     inputs: BlockInputs
-    """Inputs of the first block; once they are sent, as its server sees them. When the client relays, it takes from
-    here what travels beside the hidden states."""
+    """Inputs of the first block; once sent, as its server decodes them. Where this client relays, it takes everything
+    but the hidden states from here."""
     position: int
-    """Where they begin."""
+    """The position of the first of them."""
     done: "asyncio.Future[Result]"
-    epoch: int
-    """The epoch in which it was sent; answers are not mixed with those of the next one."""
+    """The answer of the last server, or what has failed."""
+    chain_version: int
+    """The chain version in which it was sent; answers in a later one are ignored."""
     replay_end: Hop | None = None
-    """The last hop whose cache a replay rebuilds; None: it is a step."""
+    """The last hop whose cache a replay rebuilds; None for a step."""
     earlier: Sequence[tuple[int, BlockInputs]] = ()
-    """(position, inputs) of what a replay brings before them, if it takes more than one call."""
+    """(position, inputs) of earlier calls of the same replay."""
     to_show: set[Hop] = field(default_factory=set)
-    """Servers that haven't yet shown what is wanted of the inside of their blocks."""
+    """Servers that haven't answered the inner states wanted of them yet."""
     result: Result | None = None
     """The last server's answer."""
 
     @property
     def end(self) -> int:
-        """The position at which it is complete."""
+        """The position behind its inputs."""
         return self.position + self.inputs.seq_len
 
     def fail(self, error: BaseException) -> None:
-        """Tell whoever waits for it, unless something else has been told already."""
+        """End it with this error, unless it has ended already."""
         if not self.done.done():
             self.done.set_exception(error)
 
     def task_ended(self, task: "asyncio.Task[object]") -> None:
-        """Let the step fail with what a task for it has raised."""
+        """Fail with the error that a task for this step has raised, if any."""
         error = None if task.cancelled() else task.exception()
         if error is not None:
             self.fail(error)
 
     def forget(self) -> None:
-        """Stop waiting for it; an error that nobody has seen is no mistake then."""
+        """Stop waiting for it; asyncio doesn't complain about its error then."""
         if not self.done.cancel() and not self.done.cancelled():
             self.done.exception()
 
     def finish(self, hop: Hop, answer: Result) -> None:
-        """Take the answer of the last hop of the step, or of the replay, of which it may be a part.
+        """Take an answer of the last hop. A replay may be answered in several.
 
         Raises:
             RemoteProtocolError: it is about something else.
@@ -84,10 +87,10 @@ class PendingStep:
             self.done.set_result(answer)
 
     def show(self, hop: Hop, answer: Result, traits: BlockTraits) -> None:
-        """Take what a server shows of the inside of its blocks.
+        """Take the inner states that a server has answered.
 
         Raises:
-            RemoteProtocolError: it wasn't asked, or can't be read.
+            RemoteProtocolError: it wasn't asked for them, or they can't be read.
             CorruptActivationsError: it can't be right.
         """
         _check(hop, answer, self.replay_end is None and hop in self.to_show and answer.header.position == self.position)
@@ -100,11 +103,11 @@ class PendingStep:
             self.done.set_result(self.result)
 
     def after(self, hop: Hop, answer: Result, traits: BlockTraits) -> tuple[int, BlockInputs]:
-        """The position and inputs of the server behind `hop`, which answered its outputs.
+        """The position and inputs for the server behind `hop`, which has answered its outputs to this client.
 
         Raises:
-            RemoteProtocolError: they are not about this step, or no part of this replay.
-            CorruptActivationsError: they can't be its outputs.
+            RemoteProtocolError: they don't belong to this step or replay.
+            CorruptActivationsError: they can't be outputs of its blocks.
         """
         hidden, position, inputs = answer.tensors().get("hidden_states"), answer.header.position, self.inputs
         if self.replay_end is None:
@@ -117,12 +120,12 @@ class PendingStep:
             _check(hop, answer, 0 < count <= start + inputs.seq_len - position)
             inputs = inputs.columns(position - start, position - start + count, start, traits)
         plausible_outputs(answer, inputs, traits)
-        # The very numbers that came, in their dtype: the next server shall see what this one has kept.
+        # Values and dtype as they came: the next server must see exactly what this one has kept.
         return position, inputs if hidden is None else inputs.with_hidden(hidden)
 
 
 def plausible_outputs(answer: Result, inputs: BlockInputs, traits: BlockTraits) -> Tensor:
-    """The hidden states that a server has answered, in the dtype of those that it was given.
+    """The hidden states that a server has answered, in the dtype of its inputs.
 
     Raises:
         RemoteProtocolError: they can't be read.
@@ -146,34 +149,34 @@ def _check(hop: Hop, answer: Result, fits: bool) -> None:
 
 
 class InFlight:
-    """The requests that one chain waits for. `busy` is held by whoever takes note of failures himself."""
+    """The requests of one chain. While `busy` is locked, the chain itself reports failures."""
 
     def __init__(self, view: SwarmView, text: SessionText, hops: OpenRoute, busy: asyncio.Lock) -> None:
         self._view, self._text, self._hops, self._busy = view, text, hops, busy
-        self.epoch = 0
-        """Counts how often the servers were linked; they drop what is in flight from earlier."""
+        self.chain_version = 0
+        """Counts how often the servers were linked; `epoch` in messages. They drop steps of earlier versions."""
         self.is_linked = False
-        """Whether the servers are usable and linked, as far as we know."""
+        """True if the servers are usable and linked, as far as this client knows."""
         self._began_with = 0
-        """The id before all requests of this epoch."""
+        """The id before all requests of this chain version."""
         self._failure: SwarmError | None = None
-        """The failure of this epoch, also if it came while nothing was in flight."""
+        """The failure of this chain version, even if no step was under way."""
         self._steps: dict[int, PendingStep] = {}
         self._abandoned: set[int] = set()
-        """Steps that nobody waits for any more, and whose failure still breaks the others."""
+        """Steps whose results are not wanted any more, but whose failure still fails the others."""
 
     @property
     def state(self) -> ChainState:
-        """The chain as requests describe it now."""
-        return ChainState(self.epoch, self._text.num_selections, self._text.selection)
+        """The state of the chain for requests that are sent now."""
+        return ChainState(self.chain_version, self._text.num_selections, self._text.selection)
 
     def __len__(self) -> int:
         return len(self._steps)
 
-    def begin_epoch(self) -> None:
-        """Begin anew: the servers drop what is in flight from before."""
+    def begin_version(self) -> None:
+        """Begin a new chain version: the servers drop the steps of earlier ones."""
         self.forget_abandoned()
-        self.epoch += 1
+        self.chain_version += 1
         self._began_with, self._failure = new_request_id(), None
 
     # ------------------------------------------------------------------ steps under way
@@ -185,19 +188,19 @@ class InFlight:
         replay_end: Hop | None = None,
         earlier: Sequence[tuple[int, BlockInputs]] = (),
     ) -> PendingStep:
-        """A step (or, with an end, a replay) to be sent now, and removed by the caller when it is over.
+        """A step (with `replay_end`: a replay) that the caller sends, and removes when it is over.
 
-        It has failed already if something else has failed before in this epoch.
+        It has failed already if another one has failed before in this chain version.
         """
         done = asyncio.get_running_loop().create_future()
-        step = PendingStep(new_request_id(), inputs, position, done, self.epoch, replay_end, earlier)
+        step = PendingStep(new_request_id(), inputs, position, done, self.chain_version, replay_end, earlier)
         self._steps[step.request] = step
         if self._failure is not None:
             step.fail(self._failure)
         return step
 
     def remove(self, step: PendingStep) -> None:
-        """Forget the step: nobody waits for it any more, and no answer to it matters."""
+        """Forget the step, and ignore answers to it."""
         self._steps.pop(step.request, None)
         self._abandoned.discard(step.request)
         step.forget()
@@ -206,7 +209,7 @@ class InFlight:
         """Wait for the last server's answer.
 
         Raises:
-            SwarmError: what has failed; PeerTimeoutError if it took too long.
+            SwarmError: a server has failed; PeerTimeoutError if it took too long.
         """
         timeout_s = self._view.config.step_timeout_s
         try:
@@ -223,32 +226,32 @@ class InFlight:
             ) from None
 
     async def _find_stalled(self, step: PendingStep) -> Hop:
-        """The first hop that has not got past the step, although everybody answers pings.
+        """The first hop that hasn't passed the step on, although all hops answer pings.
 
-        Asked by LINK, whose answer says how far a cache goes; the repair links everything anew anyway.
+        The answer to LINK says how far a cache goes; the repair links everything anew anyway.
         """
-        self.epoch += 1
+        self.chain_version += 1
         self.is_linked = False
         if step.result is not None:
             return next(iter(step.to_show))
 
         async def position_of(hop: Hop) -> int:
             try:
-                return await hop.link(None, self.epoch)
+                return await hop.link(None, self.chain_version)
             except PeerError:
                 return -1
 
         positions = await asyncio.gather(*(position_of(hop) for hop in self._hops))
         behind = (hop for hop, position in zip(self._hops, positions, strict=True) if position < step.end)
-        return next(behind, self._hops[-1])  # if all got past it, the last one doesn't send its results
+        return next(behind, self._hops[-1])  # if all have passed it on, the last one doesn't send its results
 
     def abandon(self, step: PendingStep) -> None:
-        """Give up the step's result; the step stays in flight, because all behind it fail with it."""
+        """Drop the step's result. The step stays in flight, because all steps behind it fail with it."""
         self._abandoned.add(step.request)
         step.done.add_done_callback(partial(self._abandoned_ended, step))
 
     def forget_abandoned(self, before: int | None = None) -> None:
-        """No answer will come any more to abandoned steps (older than the request `before`)."""
+        """Remove abandoned steps (only those older than request `before`), as no answer to them will come."""
         for request in [request for request in self._abandoned if before is None or request < before]:
             self.remove(self._steps[request])
 
@@ -258,13 +261,13 @@ class InFlight:
         self.remove(step)
         error = None if done.cancelled() else done.exception()
         if error is not None:
-            for other in tuple(self._steps.values()):  # those of `send()` and `step()` alike come behind it
+            for other in tuple(self._steps.values()):  # all of them come behind it
                 other.fail(error)
 
     # ------------------------------------------------------------------ answers, called by the connections
 
     def on_answer(self, connection: Connection, answer: Result | SwarmError, request: int | None) -> None:
-        """Take a server's answer: the end of a step, outputs to be relayed, or a failure."""
+        """Take a server's answer: the result of a step, outputs to relay, or a failure."""
         hop = self._hops.hop_of(connection)
         if hop is None:
             return
@@ -272,7 +275,7 @@ class InFlight:
             self._on_error(hop, answer, request)
             return
         step = None if request is None else self._steps.get(request)
-        if step is None or step.done.done() or step.epoch != self.epoch:
+        if step is None or step.done.done() or step.chain_version != self.chain_version:
             return
         try:
             if answer.header.shows:
@@ -286,10 +289,10 @@ class InFlight:
             step.fail(error)
 
     def _relay(self, hop: Hop, answer: Result, step: PendingStep) -> None:
-        """Carry a result to the next server, because its predecessor can't.
+        """Send outputs on to the next server, because their own server can't.
 
         Raises:
-            PeerError: it isn't the result of this step, or of a part of this replay.
+            PeerError: they don't belong to this step or replay.
         """
         position, inputs = step.after(hop, answer, self._text.traits)
         index, last = self._hops.index(hop) + 1, step.replay_end
@@ -308,15 +311,15 @@ class InFlight:
         self._failure, self.is_linked = error, False
         if isinstance(error, PeerError) and error.peer_id == hop.peer_id and hop.connection.error is None:
             hop.lost = True
-        if not self._busy.locked():  # between two steps nobody else would take note of it
+        if not self._busy.locked():  # between two steps the chain would not notice
             self._view.report(error)
         step = self._steps.get(request) if request is not None else None
-        of_all = step is None or step.done.done()  # its server drops whatever comes behind it
+        of_all = step is None or step.done.done()  # its server drops all steps behind it
         for waiting in tuple(self._steps.values()) if of_all or step is None else (step,):
             waiting.fail(error)
 
     def _is_stale(self, hop: Hop, error: SwarmError, request: int | None) -> bool:
-        """Whether the error is about a request of an earlier epoch, or a successor that was replaced meanwhile."""
+        """True if the error is about a request of an earlier version, or about a replaced neighbour."""
         if request is not None:
             return request not in self._steps and request < self._began_with
         if not isinstance(error, PeerError) or not error.is_hearsay:

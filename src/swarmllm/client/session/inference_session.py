@@ -245,7 +245,7 @@ class InferenceSession:
 
     @property
     def records_past(self) -> bool:
-        """Whether every rollback is possible, also where caches forget early."""
+        """True if every rollback is possible, also where caches forget early."""
         return self._text.record_past
 
     @property
@@ -297,11 +297,11 @@ class InferenceSession:
 
     @property
     def is_generating(self) -> bool:
-        """Whether a `generate()` goes on in this session."""
+        """True if a `generate()` goes on in this session."""
         return self._generating.locked()
 
     def belongs_to(self, view: SwarmView) -> bool:
-        """Whether it is a session of that model."""
+        """True if it is a session of that model."""
         return self._view is view
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""The way of a text through blocks of which the client has some itself, or which users' hooks cut into pieces.
+"""The way of a text if the client has some blocks itself, or if users' hooks cut the model into pieces.
 
 A leg is a `Chain` of servers or a `LocalLeg`. Each has a text, that is a past, of its own: when a server is lost, only
 its leg is repaired, while the legs behind it wait. `InferenceSession` makes a `Legs` where one chain isn't enough, and
@@ -116,7 +116,7 @@ class LocalLeg:
 
 
 class Legs:
-    """All legs of one text, of which at least one is a chain."""
+    """All legs of one text; at least one is a chain."""
 
     def __init__(self, legs: list[Leg]) -> None:
         """`legs` is changed in place when a leg is cut."""

@@ -1,16 +1,16 @@
-"""The servers of a chain, in the order of their blocks, with a session of ours on each: opened, linked, replaced, left.
+"""The servers of a chain, in the order of their blocks: opening them, linking them, judging and leaving them.
 
 Used by `session/chain`, which decides when, and whose steps go through them.
 
-What one server says of another is never believed, because one of them lies or their link is broken, and nobody else can
-know which. The client looks itself instead:
+A server's complaint about another one is never believed. One of them lies or their link is broken, and the client can't
+know which. It looks itself instead:
 
-    a server says of its neighbour           what follows
-    that it can't be reached, or is lost     both are asked for a sign of life; who gives none is lost, and to blame
-    the same, though it lives                they are linked once more; the second time this client carries between them
-    that it is silent, though it lives       this client carries between them: a new link would be as silent
-    that it passes on what can't be right    this client carries between them, and so sees what it passes on
-    anything more, then                      the accuser is to blame; also whoever accuses another than a neighbour
+    complaint about a neighbour              what the client does
+    it can't be reached, or is lost          pings both; the one that doesn't answer is lost, and to blame
+    the same, but both answer                links them once more; the second time it relays between them
+    it is silent, but answers pings          relays between them: a new link would be as silent
+    it passes on what can't be right         relays between them, and so sees what it passes on
+    anything more after that                 blames the accuser, as it does for a complaint about a stranger
 """
 
 import asyncio
@@ -39,18 +39,18 @@ from swarmllm.swarm.route_costs import RouteCosts
 logger = logging.getLogger(__name__)
 
 MAX_DOUBTS = 2
-"""Doubts about two neighbours, after which nothing passes between them any more."""
+"""Complaints about two neighbours after which the client relays between them."""
 
 
 class OpenRoute(Sequence[Hop]):
-    """Empty at first, and without some blocks between the loss of a server and the next `complete`."""
+    """The hops of one chain. Empty at first; with gaps between the loss of a server and the next `complete`."""
 
     def __init__(self, view: SwarmView, span: Span) -> None:
         self._view = view
         self._span = span
         self._hops: list[Hop] = []
         self._doubts: dict[tuple[Hop, Hop], int] = {}
-        """Accusations between a server and its successor since a step went well."""
+        """Complaints between a server and its successor since the last step that went well."""
 
     def __len__(self) -> int:
         return len(self._hops)
@@ -64,51 +64,51 @@ class OpenRoute(Sequence[Hop]):
 
     @property
     def route(self) -> list[RouteHop]:
-        """The servers and their blocks."""
+        """The servers in use, and their blocks."""
         return [hop.route_hop for hop in self._hops]
 
     @property
     def usable(self) -> bool:
-        """Whether no server is known to be lost."""
+        """True if no server is known to be lost."""
         return all(hop.usable for hop in self._hops)
 
     def hop_of(self, connection: Connection) -> Hop | None:
-        """The one that is reached by it, if it is still part of the route."""
+        """The hop of that connection; None if it has left the route."""
         return next((hop for hop in self._hops if hop.connection is connection), None)
 
     def lose(self, peer_id: str) -> None:
-        """Nothing of that server is to be used any more."""
+        """Don't use that server's sessions any more."""
         for hop in self._hops:
             if hop.peer_id == peer_id:
                 hop.lost = True
 
     def leave_out_old(self, inner: InnerStates) -> None:
-        """Lose the servers that are asked what passes between their blocks, and don't know how to tell."""
+        """Lose servers of older versions, which can't answer the inner states that are wanted of their blocks."""
         for hop in self._hops:
             if inner.wants(hop.span) and not hop.route_hop.server.inner_states:
                 hop.lost = True
 
     def close(self) -> None:
-        """Leave all servers: they free our sessions when the streams end."""
+        """Leave all servers. They free the sessions when the streams end."""
         for hop in self._hops:
             hop.connection.close()
         self._hops = []
         self._forget_doubts()
 
-    # ------------------------------------------------------------------ who says what of whom
+    # ------------------------------------------------------------------ complaints of servers about each other
 
     def is_neighbour(self, hop: Hop, peer_id: str | None) -> bool:
-        """Whether that peer comes right before or behind this hop."""
+        """True if that peer is right before or right behind this hop."""
         index = self._hops.index(hop)
         return any(other is not hop and other.peer_id == peer_id for other in self._hops[max(0, index - 1) : index + 2])
 
     def judged(self, accuser: Hop, error: SwarmError) -> SwarmError:
-        """Judge a server's error: it is an accusation that is looked into, or a fault of its own."""
+        """The error as it counts: a complaint about a neighbour, which is looked into, or the fault of `accuser`."""
         index = self._hops.index(accuser)
         before = self._hops[index - 1] if index else None
         after = self._hops[index + 1] if index + 1 < len(self._hops) else None
         if isinstance(error, LocalProtocolError) and before is not None and self._passes_on(before, accuser):
-            # It doesn't understand what `before` has made of our step.
+            # It doesn't understand what `before` has sent it.
             error = RemoteProtocolError(str(error), before.peer_id)
             error.accused_by = accuser.peer_id
         if not isinstance(error, PeerError) or not error.is_hearsay:
@@ -124,19 +124,19 @@ class OpenRoute(Sequence[Hop]):
         return error
 
     def step_went_well(self) -> None:
-        """Links that have failed once work again."""
+        """Forget complaints: links that failed once work again."""
         if self._doubts:
             self._doubts = {pair: count for pair, count in self._doubts.items() if count >= MAX_DOUBTS}
 
     async def look_after_accused(self, timeout_s: float) -> None:
-        """Ask those between whom there are doubts for a sign of life: who gives none is lost."""
+        """Ping all servers in complaints; those that don't answer are lost."""
         accused = list(dict.fromkeys(hop for pair in self._doubts for hop in pair if not hop.lost))
-        with attended((hop.connection for hop in accused), usual_wait_s=0.0):  # somebody has waited already
+        with attended((hop.connection for hop in accused), usual_wait_s=0.0):  # the step has waited long enough
             await asyncio.gather(*(self._look_after(hop, timeout_s) for hop in accused))
 
     async def _look_after(self, hop: Hop, timeout_s: float) -> None:
         try:
-            if hop.connection.error is not None:  # it broke after the accusation came, so nobody has reported that
+            if hop.connection.error is not None:  # it broke after the complaint and was not reported
                 raise hop.connection.error
             async with asyncio.timeout(timeout_s):
                 await hop.connection.ping()
@@ -144,23 +144,23 @@ class OpenRoute(Sequence[Hop]):
             hop.lost = True
             self._view.report(error)
         except (SwarmError, TimeoutError):
-            pass  # closed by this side; or it is slow, which isn't dead
+            pass  # closed by this side; or slow, which is not lost
 
     def _passes_on(self, hop: Hop, successor: Hop) -> bool:
         return self._view.config.push and self._doubts.get((hop, successor), 0) < MAX_DOUBTS
 
     def _forget_doubts(self) -> None:
-        """About servers that have been left."""
+        """Forget complaints about servers that have been left."""
         hops = set(self._hops)
         self._doubts = {pair: count for pair, count in self._doubts.items() if hops.issuperset(pair)}
 
     # ------------------------------------------------------------------ opening
 
-    async def complete(self, settings: SessionSettings, epoch: int, costs: RouteCosts) -> None:
-        """Leave what isn't usable; for each gap look for a new route, and open sessions on its servers.
+    async def complete(self, settings: SessionSettings, chain_version: int, costs: RouteCosts) -> None:
+        """Leave unusable servers; for each gap find a new route, and open sessions on its servers.
 
         Raises:
-            SwarmError: that failed somewhere; the sessions that could be opened are kept.
+            SwarmError: a server could not be opened; the others are kept.
         """
         for hop in self._hops:
             if not hop.usable:
@@ -168,7 +168,7 @@ class OpenRoute(Sequence[Hop]):
         self._hops = [hop for hop in self._hops if hop.usable]
         self._forget_doubts()
         for gap in self._gaps():
-            await self._open(gap, settings, epoch, costs)
+            await self._open(gap, settings, chain_version, costs)
 
     def _gaps(self) -> list[Span]:
         gaps: list[Span] = []
@@ -181,9 +181,9 @@ class OpenRoute(Sequence[Hop]):
             gaps.append(Span(start, self._span.end))
         return gaps
 
-    async def _open(self, span: Span, settings: SessionSettings, epoch: int, costs: RouteCosts) -> None:
+    async def _open(self, span: Span, settings: SessionSettings, chain_version: int, costs: RouteCosts) -> None:
         async def open_hop(route_hop: RouteHop) -> None:
-            hop = await Hop.open(self._view, route_hop, settings, epoch=epoch)
+            hop = await Hop.open(self._view, route_hop, settings, chain_version=chain_version)
             self._hops = sorted([*self._hops, hop], key=lambda hop: hop.span)
 
         route = await self._view.routes.find(span, costs)
@@ -195,15 +195,15 @@ class OpenRoute(Sequence[Hop]):
         if errors:
             raise errors[0]
 
-    async def exchange(self, route: Sequence[RouteHop], settings: SessionSettings, epoch: int) -> bool:
-        """Open what is new of `route`; only if that works, leave what isn't part of it. Otherwise nothing changes."""
+    async def exchange(self, route: Sequence[RouteHop], settings: SessionSettings, chain_version: int) -> bool:
+        """Open the new servers of `route`, then leave those not on it. If one can't be opened, nothing changes."""
         held = {(hop.peer_id, hop.span): hop for hop in self._hops}
         kept = [held[hop.server.peer_id, hop.span] for hop in route if (hop.server.peer_id, hop.span) in held]
         wanted = [hop for hop in route if (hop.server.peer_id, hop.span) not in held]
         opened: list[Hop] = []
 
         async def open_hop(route_hop: RouteHop) -> None:
-            opened.append(await Hop.open(self._view, route_hop, settings, epoch=epoch))
+            opened.append(await Hop.open(self._view, route_hop, settings, chain_version=chain_version))
 
         try:
             await gather([partial(open_hop, hop) for hop in wanted])
@@ -223,8 +223,8 @@ class OpenRoute(Sequence[Hop]):
             hop.connection.close()
         return True
 
-    async def link(self, epoch: int) -> None:
-        """Tell every hop where its outputs go; where that fails the client relays.
+    async def link(self, chain_version: int) -> None:
+        """Tell every hop where its outputs go; where a link fails, the client relays.
 
         Raises:
             SwarmError: a server doesn't answer.
@@ -234,17 +234,17 @@ class OpenRoute(Sequence[Hop]):
         ]
         if self._hops:
             pairs.append((self._hops[-1], None))
-        await gather([partial(self._link, hop, successor, epoch) for hop, successor in pairs])
+        await gather([partial(self._link, hop, successor, chain_version) for hop, successor in pairs])
 
-    async def _link(self, hop: Hop, successor: Hop | None, epoch: int) -> None:
+    async def _link(self, hop: Hop, successor: Hop | None, chain_version: int) -> None:
         if hop.new and successor is None:
-            return  # a new session's outputs go to the client anyway
+            return  # outputs of a new session go to the client anyway
         try:
-            await hop.link(successor, epoch)
+            await hop.link(successor, chain_version)
         except PeerError as error:
             is_own = error.peer_id == hop.peer_id
             if successor is not None and successor.peer_id == hop.peer_id:
-                # What one server says of both its sessions doesn't tell which is lost: relayed steps will.
+                # One server has both sessions, and doesn't say which is lost: relayed steps will show it.
                 is_own = error.accused_by is None and successor.connection.error is None
             if successor is None or hop.connection.error is not None or is_own:
                 hop.lost = True
@@ -252,7 +252,7 @@ class OpenRoute(Sequence[Hop]):
             logger.info("%s can't reach its successor, so hidden states go through this client: %s", hop, error)
 
     def new_runs(self) -> Iterator[tuple[Hop | None, list[Hop]]]:
-        """(the hop before, the new hops) for each stretch of new hops."""
+        """(the hop before them, the new hops) for each run of neighbouring new hops."""
         before: Hop | None = None
         run: list[Hop] = []
         for hop in self._hops:

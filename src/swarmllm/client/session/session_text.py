@@ -1,6 +1,6 @@
-"""The text of a session: what it has seen so far, and how much more its servers have room for.
+"""The text of a session: its inputs so far, and for how many more its servers have room.
 
-Part of `session/chain`. Pure: it decides about inputs before anything is sent, and keeps what replays need.
+Used by chains and local legs. Pure: it checks inputs before anything is sent, and keeps what replays need.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,27 +16,27 @@ from swarmllm.network.wire.messages import MAX_POSITION
 
 @dataclass(eq=False)
 class TextRoom:
-    """How many positions servers keep room for."""
+    """Positions for which servers keep room."""
 
     max_length: int
     grows: bool = False
-    """Whether a text that reaches `max_length` gets a longer session; otherwise it is refused."""
+    """A text that reaches `max_length` gets a longer session; otherwise it is refused."""
     guessed: bool = False
-    """Whether `max_length` is more than anybody has asked for: where servers have no room for it, less will do."""
+    """`max_length` is more than the caller asked for: if servers lack the room, less will do."""
     too_small: set[str] = field(default_factory=set)
-    """Servers that have less room than that in all."""
+    """Servers whose whole cache is smaller than `max_length`."""
     _needed_length: int = 0
-    """Positions that were to be computed so far."""
+    """Positions computed or asked for so far."""
 
     def length_for(self, position: int, num_tokens: int) -> int:
-        """The `max_length` with which that many tokens can follow the position.
+        """The `max_length` with which `num_tokens` can follow `position`.
 
         Raises:
-            SessionLengthExceededError: there is none.
+            SessionLengthExceededError: the session is too short and doesn't grow.
         """
         wanted, max_length = position + num_tokens, self.max_length
         if self.grows and max_length < wanted <= MAX_POSITION:
-            # Twice as long each time: replaying what is known costs less in all than computing it once.
+            # Twice as long each time: all replays together then cost less than computing the text once.
             max_length = min(MAX_POSITION, max(wanted, 2 * max_length))
         if wanted > max_length:
             raise SessionLengthExceededError(
@@ -46,12 +46,12 @@ class TextRoom:
         return max_length
 
     def take(self, needed_length: int, max_length: int) -> None:
-        """Keep room for `max_length` from now on, of which that much is needed."""
+        """Keep room for `max_length` from now on, and note that `needed_length` is in use."""
         self.guessed = self.guessed or max_length > self.max_length
         self.max_length, self._needed_length = max_length, needed_length
 
     def ask_for_less(self) -> bool:
-        """Lower a guessed `max_length`, for which a server has no room; whether that was possible."""
+        """Lower a guessed `max_length` for which a server has no room; returns whether that was possible."""
         if not self.guessed or self.max_length <= self._needed_length:
             return False
         self.max_length = self._needed_length + (self.max_length - self._needed_length) // 4
@@ -61,34 +61,34 @@ class TextRoom:
 
 @dataclass(eq=False)
 class SessionText:
-    """One batch of texts. `position` counts what all blocks have seen and the client has got back."""
+    """The inputs of one batch of texts. `position` counts the positions with outputs that the client has got."""
 
     traits: BlockTraits
     room: TextRoom
     record_past: bool = False
     shows: bool = False
-    """Whether the last step wanted to see what passes between blocks, which older servers don't tell."""
+    """The last step asked for inner states, which older servers don't answer."""
     position: int = 0
     batch_size: int = 1
     adapter: BlockAdapter | None = None
-    """The adapter with which everything was computed."""
+    """The adapter of all computations so far."""
     source_length: int = 0
-    """Positions that a decoder attends to besides the text."""
+    """Positions of the encoder outputs."""
     num_selections: int = 0
-    """Number of selections of rows of the batch."""
+    """Counts `select_batch`."""
     selection: tuple[int, ...] | None = None
-    """The rows to take before the next step; servers learn of them with it."""
+    """Rows to keep from the next step on; that step tells the servers."""
     _log: ActivationLog = field(init=False)
 
     def __post_init__(self) -> None:
         self._log = ActivationLog(self.traits)
 
     def twin(self) -> "SessionText":
-        """Another one of the same kind that has seen nothing yet."""
+        """An empty text with the same settings."""
         return SessionText(self.traits, replace(self.room, _needed_length=0), self.record_past)
 
     def admit(self, position: int, inputs: BlockInputs) -> bool:
-        """Whether the servers' sessions can go on with `inputs` at `position`; if not, new ones can.
+        """Take the sizes and adapter of `inputs` at `position`; False: the servers need new sessions for them.
 
         Raises:
             SessionLengthExceededError, ConfigurationError: they can't follow; nothing has changed.
@@ -103,7 +103,7 @@ class SessionText:
         kept = min(position, self.position)
         if kept and inputs.batch_size != self._log.batch_size:
             raise ConfigurationError(f"the session has {self._log.batch_size} rows, these inputs {inputs.batch_size}")
-        has_rows = kept > 0 or inputs.batch_size == self.batch_size  # the servers keep room for that many
+        has_rows = kept > 0 or inputs.batch_size == self.batch_size  # servers have room for this many rows
         has_source = position > 0 or inputs.source_len <= self.source_length
         fits = is_same_adapter and has_rows and has_source and max_length == self.room.max_length
         fits = fits and self.goes_back_alike(kept)
@@ -115,20 +115,20 @@ class SessionText:
         return fits
 
     def append(self, position: int, inputs: BlockInputs) -> None:
-        """All blocks have seen `inputs` at that position, and nothing behind them."""
-        # Copies: users may change their tensors in place, as loops do that count positions on.
+        """Note that all blocks have seen `inputs` at `position`, and nothing behind them."""
+        # Copies, because users may change their tensors in place, such as position_ids in a loop.
         owned = inputs.with_tensors({name: tensor.detach().clone() for name, tensor in inputs.tensors().items()})
         self._log.append(position, owned)
         self.position = position + inputs.seq_len
 
     def remember(self, inputs: BlockInputs) -> None:
-        """All blocks have seen `inputs` elsewhere, behind what they had seen; caches are to be filled with them."""
+        """Note that all blocks have seen `inputs` elsewhere, behind `position`; no cache has them yet."""
         self.append(self.position, inputs)
         self.adapter = inputs.adapter
         self.source_length = max(self.source_length, inputs.source_len)
 
     def select_batch(self, indices: Sequence[int]) -> None:
-        """Take these rows of the batch before the next step."""
+        """Keep these rows of the batch, in this order, from the next step on."""
         chosen = tuple(indices)
         if self.selection is None:
             self.num_selections += 1
@@ -138,25 +138,25 @@ class SessionText:
         self._log.select_batch(chosen)
 
     def chunks(self, inputs: BlockInputs, max_tokens: int) -> Iterator[BlockInputs]:
-        """A long prompt in pieces, so that several servers work on it at once."""
+        """The inputs of a long prompt in chunks, so that several servers work at once."""
         for start, end in pieces(inputs, self.position, self.traits, max_tokens):
             whole = end - start == inputs.seq_len
             yield inputs if whole else inputs.columns(start, end, self.position, self.traits)
 
     def goes_back_alike(self, position: int) -> bool:
-        """Whether caches that are rolled back to this position hold what computing the rest anew would give."""
+        """True if rolling a cache back to `position` gives the same as computing the text up to there again."""
         return self._log.goes_back_alike(position)
 
     def was_computed_as(self, length: int, position: int) -> bool:
-        """Whether all before `position` was computed as a prompt of that length would compute it."""
+        """True if everything before `position` was computed as in a prompt of `length` positions."""
         return self._log.was_computed_as(length + (self.adapter.num_prefix if self.adapter else 0), position)
 
     def replay(self, max_tokens: int) -> Iterator[tuple[int, BlockInputs]]:
-        """(position, inputs) of all up to `position`, in pieces of about `max_tokens`."""
+        """(position, inputs) of everything up to `position`, in chunks of about `max_tokens`."""
         self._log.rollback(self.position)
         return self._log.replay(max_tokens)
 
     def past(self) -> list[tuple[int, BlockInputs]]:
-        """(position, inputs) of all up to `position`, in as few calls as it can be computed with: mostly one."""
+        """(position, inputs) of everything up to `position`, in as few calls as possible, mostly one."""
         self._log.rollback(self.position)
         return [(position, replace(inputs, adapter=self.adapter)) for position, inputs in self._log.calls()]

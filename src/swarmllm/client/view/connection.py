@@ -1,7 +1,7 @@
-"""One stream to one server: requests and their answers, told apart by id.
+"""One stream to one server: requests and their answers, matched by id.
 
-Used by sessions (one connection per server of the chain) and by batches (one per server, shared). Lives in the
-client's event loop. The functions at the end ask for the inside of a server's blocks, and take its answers
+Sessions use one connection per server of their chain; sessionless requests share one per server. Runs in the client's
+event loop. The functions at the end ask for inner states of a server's blocks, and take its answers
 (`boundary/inner_states`).
 """
 
@@ -34,12 +34,12 @@ _ids = itertools.count(1)
 
 
 def new_request_id() -> int:
-    """An id that no other request of this client has: answers may come on another connection than the request went."""
+    """An id that no other request of this client has: an answer may come on another connection than its request."""
     return next(_ids)
 
 
 class Result:
-    """A RESULT: its header, and its tensors decoded when asked for."""
+    """A RESULT: its header, and its tensors, which are decoded on demand."""
 
     def __init__(self, header: ResultHeader, message: Message, peer_id: str) -> None:
         self.header = header
@@ -59,7 +59,7 @@ class Result:
 
 
 USUAL_WAIT_S = 0.4
-"""Answers that come sooner cost no look at the servers."""
+"""For longer waits, the servers are watched closely."""
 
 
 OnAnswer = Callable[["Connection", "Result | SwarmError", int | None], None]
@@ -72,10 +72,10 @@ class _Request:
 
 
 class Connection:
-    """`on_answer(connection, answer or error, request id)` gets what is not the answer to a `request()`.
+    """One stream. `on_answer(connection, answer or error, request id)` gets all but the answers to `request()`.
 
-    Errors in which the server names another one as the one at fault say so (`PeerError.is_hearsay`). In the answer to
-    a request only those get out that it may accuse; whoever names somebody else is at fault himself.
+    An error that blames another server than its sender is marked (`PeerError.is_hearsay`). The answer to a request may
+    blame only `may_accuse`; if it blames another server, its sender is at fault.
     """
 
     def __init__(
@@ -83,14 +83,14 @@ class Connection:
     ) -> None:
         self.server = server
         self.asleep = False
-        """Whether the server said, when it was greeted, that it has to load its blocks first."""
+        """The server's greeting said that it has to load its blocks first."""
         self.compression = compression
         """The setting of `ClientConfig`."""
         self._stream = stream
         self._on_answer = on_answer
         self._pending: dict[int, _Request] = {}
         self._needed_for: set[asyncio.Future[Result]] = set()
-        """Answers of others that can't come without this server."""
+        """Answers of other servers that need this one as well."""
         self.error: PeerError | None = None
 
     @property
@@ -99,7 +99,7 @@ class Connection:
 
     @property
     def round_trip_s(self) -> float | None:
-        """Smoothed over the last pings; None before the first."""
+        """Smoothed over the last pings; None before the first one."""
         return self._stream.liveness.round_trip_s
 
     async def ping(self) -> float:
@@ -111,7 +111,7 @@ class Connection:
         return await self._stream.ping()
 
     async def compressed(self, tensors: Mapping[str, Tensor], *, exactly: bool = False) -> Outgoing:
-        """The tensors as this connection would best send them; `exactly`: only if that doesn't change them."""
+        """The tensors, compressed if that pays on this stream; `exactly`: only if it doesn't change them."""
         return await compressed(tensors, self._stream, self.compression, exactly=exactly)
 
     async def send(self, message_type: MessageType, header: PeerModel, tensors: Outgoing | None = None) -> None:
@@ -140,12 +140,12 @@ class Connection:
         others: Sequence["Connection"] = (),
         may_accuse: str | None = None,
     ) -> Result:
-        """Send, and wait for the answer to `header.id`, for which the server may need the servers of `others`, too.
+        """Send, and wait for the answer to `header.id`, for which the server may need the servers of `others`.
 
-        `may_accuse` is the one other server of which it may say that it doesn't do its part.
+        `may_accuse`: the one other server that the answer may blame.
 
         Raises:
-            SwarmError: what the server answered, or the stream to one of them broke.
+            SwarmError: the server answered an error, or the stream to one of them broke.
             PeerTimeoutError: no answer came in time.
         """
         request_id: int = header.id  # type: ignore[attr-defined]
@@ -170,7 +170,7 @@ class Connection:
                 other._needed_for.discard(future)
 
     async def read(self) -> None:
-        """Take in answers until the stream breaks; run as a task of the event loop."""
+        """Receive answers until the stream breaks; runs as a task of the event loop."""
         try:
             while True:
                 self._take(await self._stream.receive())
@@ -188,7 +188,7 @@ class Connection:
                 self._on_answer(self, self.error, None)
 
     def close(self) -> None:
-        """Close the stream; the reader's task ends with it."""
+        """Close the stream, which ends the reader's task."""
         self._stream.abort()
 
     def _take(self, message: Message) -> None:
@@ -203,7 +203,7 @@ class Connection:
 
     def _error(self, refusal: ErrorHeader) -> SwarmError:
         accused = refusal.peer_id
-        if refusal.code == RemoteProtocolError.code and accused is None:  # else it is about its neighbour
+        if refusal.code == RemoteProtocolError.code and accused is None:  # otherwise it is about its neighbour
             error: SwarmError = LocalProtocolError(f"server {self.peer_id} doesn't understand us: {refusal.message}")
         else:
             error = error_from_code(refusal.code, refusal.message, accused or self.peer_id)
@@ -227,17 +227,16 @@ class Connection:
 
 
 def baseless(accusation: PeerError) -> RemoteProtocolError:
-    """The fault of the accuser, who can't know what it says."""
+    """The fault of the accuser, which can't know what it says."""
     return RemoteProtocolError(
-        f"server {accusation.accused_by} blames {accusation.peer_id} for what that one can't have to do with: "
-        f"{accusation}",
+        f"server {accusation.accused_by} blames {accusation.peer_id}, which has no part in this: {accusation}",
         accusation.accused_by,
     )
 
 
 @contextmanager
 def attended(connections: Iterable[Connection], *, usual_wait_s: float = USUAL_WAIT_S) -> Iterator[None]:
-    """Watch all these servers closely while an answer needs them: one that is frozen is noticed sooner."""
+    """Watch these servers closely while an answer needs them, to notice a frozen one sooner."""
     streams: list[FrameStream] = []
 
     def attend() -> None:
@@ -255,7 +254,7 @@ def attended(connections: Iterable[Connection], *, usual_wait_s: float = USUAL_W
 
 
 def wanted_header(inputs: BlockInputs, span: Span | None = None) -> WantedInner | None:
-    """The wish as requests say it, for the blocks of `span` (default: all)."""
+    """The inner states that `inputs` want of the blocks of `span` (default: all), as a header field."""
     inner = inputs.inner
     if inner is None:
         return None
@@ -264,11 +263,11 @@ def wanted_header(inputs: BlockInputs, span: Span | None = None) -> WantedInner 
 
 
 def take_inner(answer: Result, span: Span, inputs: BlockInputs, traits: BlockTraits, past: int = 0) -> None:
-    """Put what a server has answered about its blocks to where it is wanted.
+    """Put a server's inner states into `inputs.inner`, if they are wanted.
 
     Raises:
-        RemoteProtocolError: it can't be read.
-        CorruptActivationsError: it can't be right.
+        RemoteProtocolError: they can't be read.
+        CorruptActivationsError: they can't be right.
     """
     if inputs.inner is not None and inputs.inner.wants(span):
         inputs.inner.take(
@@ -285,17 +284,17 @@ def take_inner(answer: Result, span: Span, inputs: BlockInputs, traits: BlockTra
 
 
 def position_bytes(inputs: BlockInputs) -> int:
-    """Hidden states of one position, in the widest dtype that a server may compute in."""
+    """Bytes of the hidden states of one position, in the widest dtype of a server."""
     return 4 * inputs.hidden_states.numel() // (inputs.batch_size * inputs.seq_len)
 
 
 def tokens_at_once(inner: InnerStates, inputs: BlockInputs, span: Span) -> int:
-    """Positions of one step that are to be asked for together, so that no answer gets too large."""
+    """Most positions of one step, so that no answer with inner states gets too large."""
     return max(1, ANSWER_BYTES // max(1, len(inner.within(span)) * position_bytes(inputs)))
 
 
 def parts_at_once(inputs: BlockInputs, span: Span, traits: BlockTraits) -> Iterator[Span]:
-    """Parts of `span` of which one request may ask what is wanted: mostly all of it at once."""
+    """Pieces of `span` whose inner states fit into one answer; mostly `span` itself."""
     inner, start = inputs.inner, span.start
     if inner is not None and inner.wants(span):
         for end in range(span.start + 1, span.end):

@@ -1,12 +1,12 @@
-"""The client's one event-loop thread, and the one function at which synchronous callers cross into it.
+"""The client's one event-loop thread, and the one function by which synchronous callers enter it.
 
-Owned by the model; works inside Jupyter, whose own loop runs in another thread. Calls cross without the caller's
-context variables: tasks that outlive the call (readers of streams) would keep alive whatever those refer to, such as
-the very session whose end is to end the task.
+The model owns it. It works inside Jupyter, whose own loop runs in another thread. The caller's context variables are
+left behind: tasks that live longer than the call, such as readers of streams, would keep their values alive, among them
+the session whose end ends the task.
 
-A task that fails ends neither the loop nor other tasks: a mistake about one session is that session's.
+A failed task ends neither the loop nor other tasks: a bug in one session stays in that session.
 
-`gather` and `in_turns` do several things at once, and none of them any more after the first has failed.
+`gather` and `in_turns` run several jobs at a time, and cancel the others when one has failed.
 """
 
 import asyncio
@@ -28,21 +28,20 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CALLS_END_S = TASKS_END_S = 2.0
-"""Longest time that calls or tasks which `close()` cancels may take to clean up. Assumed: nothing that they do then
-waits."""
+"""Longest time for calls or tasks to end after `close()` has cancelled them. Assumed: their cleanup doesn't wait."""
 CLEAN_UP_S = 15.0
 """Longest time for one entry of `on_close`. A peer takes less than 10 s even if its p2pd is frozen."""
 CLOSE_S = 30.0
-"""Longest time that `close()` takes. Only what blocks the thread takes so long; it ends with the process."""
+"""Longest time of `close()`, reached only if something blocks the thread, which then ends with the process."""
 
 Job = Callable[[], Awaitable[T]]
 
 
 class EventLoop:
-    """A thread that runs an event loop until `close()`."""
+    """A thread with an event loop, which runs until `close()`."""
 
     on_close: list[Callable[[], Awaitable[None]]]
-    """Awaited in the loop when it is closed."""
+    """Functions that are awaited in the loop when it is closed."""
 
     def __init__(self, name: str = "swarmllm-client") -> None:
         self.on_close = []
@@ -52,7 +51,7 @@ class EventLoop:
         self._closed = False
         self._pid = os.getpid()
         self._calls: set[asyncio.Task[Any]] = set()
-        self._lock = threading.RLock()  # finalizers may come at any moment, in any thread
+        self._lock = threading.RLock()  # finalizers run at any moment, in any thread
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -65,13 +64,13 @@ class EventLoop:
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread lives and takes what it is given."""
+        """True if the thread runs and accepts work."""
         return self._thread.is_alive() and not self._closed
 
-    def run(self, coroutine: Coroutine[Any, Any, T], *, meanwhile: Callable[[], None] = lambda: None) -> T:
-        """The coroutine's value, run in the loop's thread while this thread waits; Ctrl-C cancels it.
+    def run_coroutine(self, coroutine: Coroutine[Any, Any, T], *, meanwhile: Callable[[], None] = lambda: None) -> T:
+        """Run the coroutine in the loop's thread, wait for it, and return its value; Ctrl-C cancels it.
 
-        `meanwhile` is what this thread does before it waits.
+        `meanwhile` runs in this thread before it waits.
 
         Raises:
             SessionClosedError: the loop has been closed.
@@ -82,7 +81,7 @@ class EventLoop:
         if not self._is_ours:
             coroutine.close()
             raise self._is_closed()
-        with self._lock:  # what is handed over before `close()` is run or cancelled, never forgotten
+        with self._lock:  # a call before `close()` is run or cancelled, never lost
             if self._closed or not self._thread.is_alive():
                 coroutine.close()
                 raise self._is_closed()
@@ -91,7 +90,7 @@ class EventLoop:
             meanwhile()
             return future.result()
         except FutureCancelledError:
-            coroutine.close()  # it may not have begun
+            coroutine.close()  # if it has not begun
             raise SessionClosedError("the session or the model was closed meanwhile") from None
         except BaseException:
             future.cancel()
@@ -99,7 +98,7 @@ class EventLoop:
 
     @property
     def _is_ours(self) -> bool:
-        """Whether this process made the loop. In a forked one the lock may be held by a thread that isn't there."""
+        """True if this process made the loop. In a forked one, a thread that doesn't exist there may hold the lock."""
         return os.getpid() == self._pid
 
     def _is_closed(self) -> SessionClosedError:
@@ -110,7 +109,7 @@ class EventLoop:
         return SessionClosedError("the model has been closed")
 
     async def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Noted, so that closing ends it before anything that it leans on."""
+        """Note the call, so that closing the loop ends it before the tasks that it needs."""
         task = asyncio.current_task()
         assert task is not None
         self._calls.add(task)
@@ -120,7 +119,7 @@ class EventLoop:
             self._calls.discard(task)
 
     def call_soon(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run the coroutine some time soon, without waiting; safe in finalizers, also in the loop's own thread."""
+        """Run the coroutine soon, without waiting; safe in finalizers, also in the loop's own thread."""
         if not self._is_ours:
             coroutine.close()
             return
@@ -131,9 +130,9 @@ class EventLoop:
             self._loop.call_soon_threadsafe(self.spawn, coroutine, context=Context())
 
     def spawn(self, coroutine: Coroutine[Any, Any, T], name: str | None = None) -> "asyncio.Task[T]":
-        """A task that lives until it ends or the loop is closed; call it in the loop's thread.
+        """Start a task that runs until it ends or the loop is closed; call it in the loop's thread.
 
-        What it raises harms nobody but those who wait for it.
+        An error in it reaches only callers that wait for the task.
         """
         task = asyncio.get_running_loop().create_task(coroutine, name=name)
         self._tasks.add(task)
@@ -148,7 +147,7 @@ class EventLoop:
             logger.log(level, "%s failed; everything else goes on", task.get_name(), exc_info=error)
 
     def close(self) -> None:
-        """Cancel what runs and end the thread; harmless when done twice, in finalizers, and in forked processes."""
+        """Cancel everything and end the thread; harmless when called twice, in finalizers, and in forked processes."""
         if not self._is_ours:
             return
         with self._lock:
@@ -173,7 +172,7 @@ class EventLoop:
             await asyncio.wait(calls, timeout=CALLS_END_S)
         with suppress(TimeoutError):
             async with asyncio.timeout(TASKS_END_S):
-                while self._tasks:  # some begin others while they end
+                while self._tasks:  # some start others while they end
                     for task in tuple(self._tasks):
                         task.cancel()
                     await asyncio.wait(tuple(self._tasks))
@@ -188,9 +187,9 @@ class EventLoop:
 
 
 async def in_turns(groups: Sequence[tuple[int, Sequence[Job[T]]]]) -> list[T]:
-    """The values of all jobs, group after group; of each a given number run at a time, and they begin in turns.
+    """The values of all jobs, group after group. A group is (most jobs at a time, jobs); the groups begin in turns.
 
-    So what all groups go through first soon has something for each of them.
+    So a server that all groups use first soon has work from each of them.
     """
 
     def limited(job: Job[T], limit: asyncio.Semaphore) -> Job[T]:
@@ -210,10 +209,7 @@ async def in_turns(groups: Sequence[tuple[int, Sequence[Job[T]]]]) -> list[T]:
 
 
 async def gather(jobs: Sequence[Job[T]]) -> list[T]:
-    """The values of all jobs, in order; the first error cancels the others.
-
-    asyncio.gather would let the others run on.
-    """
+    """The values of all jobs, in order; the first error cancels the others, unlike in asyncio.gather."""
 
     async def run(job: Job[T]) -> T:
         return await job()

@@ -1,4 +1,4 @@
-"""Routes for a client's sessions and batches, from what it knows, and whom they avoid.
+"""Routes of a client: which servers its sessions and sessionless requests use, and which they avoid.
 
 Part of `SwarmView`; runs in the client's event loop. The decisions themselves are pure (`swarm/routing`,
 `swarm/retry`).
@@ -27,15 +27,15 @@ from swarmllm.swarm.routing import find_parallel_routes, find_route, is_worth_mo
 logger = logging.getLogger(__name__)
 
 LOOK_UP_TIMEOUT_S = 0.5
-"""A look takes 3 s if the DHT asks a node that is frozen; then a route is made of what was known before."""
+"""A look takes 3 s if the DHT asks a frozen node; then the route uses what was known before."""
 RETRY_LOOKUP_S = 0.5
-"""Time from one look for missing blocks to the next: announcements become visible within 40–180 ms (measured)."""
+"""Seconds between looks for missing blocks: announcements become visible within 40–180 ms (measured)."""
 FIRST_PINGS_TIMEOUT_S = 0.5
-"""Seconds that the first route waits for the first round of pings, where there is a choice. Assumed: near servers
-answer within it, far ones shall not be chosen."""
+"""Seconds that the first route waits for the first pings, if there is a choice. Assumed: near servers answer within it,
+and far ones are worse."""
 
 VOTERS_TIMEOUT_S = 1.0
-"""Seconds that the first route waits for servers to be met, where their weights differ. Assumed, as above."""
+"""Seconds that the first route waits for greetings of servers, if their weights differ. Assumed, as above."""
 
 
 class Routes:
@@ -60,10 +60,10 @@ class Routes:
         self._first_pings: asyncio.Task[None] | None = None
 
     async def find(self, span: Span, costs: RouteCosts | None = None) -> list[RouteHop]:
-        """The best route for `span`; waits up to `route_timeout_s` for somebody to serve it.
+        """The best route for `span`; waits up to `route_timeout_s` for missing blocks.
 
         Raises:
-            MissingBlocksError: nobody does.
+            MissingBlocksError: no server has some blocks.
             WeightsMismatchError: the model's servers hold another checkpoint.
         """
         route = await self.find_soon(span, costs)
@@ -73,7 +73,7 @@ class Routes:
         return route
 
     async def find_soon(self, span: Span, costs: RouteCosts | None = None, *, patient: bool = False) -> list[RouteHop]:
-        """`find`, without waiting for pings. `patient`: wait for blocks that servers are loading, too."""
+        """`find`, without waiting for pings. `patient`: also wait for blocks that servers are loading."""
         self._distances.used_at = time.monotonic()
         costs = costs or self.costs()
         await self._know_enough()
@@ -93,7 +93,7 @@ class Routes:
                 if not self._snapshot.servers:
                     await self._look_ups.check_fingerprint()
             await self._look_for_others(span)
-            try:  # better a peer that failed before than none
+            try:  # better a server that failed before than none
                 avoided_s = self._health.avoided_s(time.monotonic())
                 return self._search(span, self._excluded, replace(costs, avoided_s={**avoided_s, **costs.avoided_s}))
             except MissingBlocksError as error:
@@ -102,8 +102,8 @@ class Routes:
                 loading = self._loading(error) if patient else ""
                 if loading:
                     deadline = min(loaded_by, time.monotonic() + self._config.route_timeout_s)
-                if told is None or (loading and not told):  # once is enough to explain the silence
-                    if not self._snapshot.servers:  # of this model: name those that there are
+                if told is None or (loading and not told):  # one warning is enough
+                    if not self._snapshot.servers:  # of this model: name the others
                         error = await self._look_ups.explained(error, None, "")
                     until = loaded_by if loading else deadline
                     logger.warning("%s%s; looking again for %.0f s", error, loading, max(0.0, until - time.monotonic()))
@@ -112,9 +112,9 @@ class Routes:
     def alternative(
         self, span: Span, without: Collection[str], *, even_avoided: bool = False, costs: RouteCosts | None = None
     ) -> list[RouteHop] | None:
-        """A route for `span` without these peers and those to be avoided, as far as is known; None if there is none.
+        """A route for `span` without these peers and those to avoid, among known servers; None if there is none.
 
-        `even_avoided`: with any but those that were caught lying, whatever they say of their weights.
+        `even_avoided`: leave out only servers that were caught lying, whatever their weights are.
         """
         lacking = self._health.quarantined | self._active_adapter.lacked_by(self._snapshot)
         avoid = (lacking if even_avoided else self._avoided(time.monotonic())) | frozenset(without)
@@ -124,7 +124,7 @@ class Routes:
             return None
 
     def without_blamed(self, route: list[RouteHop], costs: RouteCosts) -> list[RouteHop]:
-        """The route, or another one for its blocks if one of its servers has failed meanwhile and can be spared."""
+        """The route, or another one for its blocks if one of its servers has failed meanwhile and others have them."""
         if self._health.blamed(time.monotonic()).isdisjoint(hop.server.peer_id for hop in route):
             return route
         span = Span(route[0].span.start, route[-1].span.end)
@@ -133,10 +133,10 @@ class Routes:
     async def parallel(
         self, span: Span, num_tokens: int, max_routes: int, costs: RouteCosts | None = None
     ) -> list[tuple[list[RouteHop], float]]:
-        """Routes for a batch of that many tokens, and what share of it each should take.
+        """(route, share of the rows) for a batch of `num_tokens`, on at most `max_routes` routes.
 
         Raises:
-            MissingBlocksError: nobody serves some blocks.
+            MissingBlocksError: no server has some blocks.
         """
         costs = replace(costs or self.costs(), forward_tokens=num_tokens)
         route = await self.find(span, costs)
@@ -150,7 +150,7 @@ class Routes:
         return find_parallel_routes(snapshot, span, avoid=avoid, costs=costs, max_routes=max_routes)
 
     def better(self, route: Sequence[RouteHop], costs: RouteCosts, tokens_left: int) -> list[RouteHop] | None:
-        """A route to which a session on `route` should move, if there is one that is worth it."""
+        """A route to which a session on `route` should move; None if no move is worth its cost."""
         self._distances.used_at = time.monotonic()
         gain = self._config.min_gain_to_move
         if gain >= 1:
@@ -172,7 +172,7 @@ class Routes:
         row_tokens: int = 0,
         inner_states: bool = False,
     ) -> RouteCosts:
-        """The costs of hops to this client, as far as it knows now."""
+        """The costs of hops, as far as this client knows now."""
         return RouteCosts(
             round_trips_ms=self._round_trips_ms(),
             context_tokens=context_tokens,
@@ -184,7 +184,7 @@ class Routes:
         )
 
     def what_is_wrong(self, error: SwarmError, span: Span) -> SwarmError:
-        """The error; or which blocks are missing, if it is about the only servers of some: announced is not there."""
+        """The error, or a MissingBlocksError if the failed server was the only one of some blocks."""
         if not isinstance(error, PeerError) or not error.blames_peer:
             return error
         try:
@@ -197,22 +197,22 @@ class Routes:
         return error
 
     def _check_old(self, span: Span, costs: RouteCosts, missing: MissingBlocksError) -> None:
-        """Raises ConfigurationError if there are servers for these blocks, but too old ones for what is wanted."""
+        """Raises ConfigurationError if the servers of these blocks are too old to answer inner states."""
         try:
             self._best(span, self._excluded, replace(costs, inner_states=False))
         except MissingBlocksError:
             return
         raise ConfigurationError(
-            f"output_hidden_states and output_attentions need servers that tell what passes between their blocks, and "
-            f"those there are run an older version of swarmllm ({missing}): leave them out, or have the servers updated"
+            f"output_hidden_states and output_attentions need servers that answer the outputs of their blocks, and "
+            f"those found run an older version of swarmllm ({missing}): leave them out, or have the servers updated"
         ) from None
 
     def give_up(self) -> None:
-        """Nobody is left for some blocks: what begins from now on may use servers of other weights."""
+        """No server is left for some blocks: new sessions may use servers with other weights."""
         self._weights.forget()
 
     def _loading(self, error: MissingBlocksError) -> str:
-        """Half a sentence, if servers announce that they are loading all the blocks that are missing."""
+        """Half a sentence if servers announce that they are loading all missing blocks; else empty."""
         servers = [server for server in self._snapshot.servers if server.state == ServerState.JOINING]
         if not servers or not all(any(block in server.span for server in servers) for block in error.block_idxs):
             return ""
@@ -221,7 +221,7 @@ class Routes:
         return f", but {who} loading them"
 
     def _left_out(self, error: MissingBlocksError) -> str:
-        """Half a sentence, if servers of missing blocks aren't used because their weights are others."""
+        """Half a sentence if servers of missing blocks aren't used because of other weights; else empty."""
         differing = self._differing(self._health.quarantined)
         servers = [server for server in self._snapshot.online() if server.peer_id in differing]
         if not any(block in server.span for server in servers for block in error.block_idxs):
@@ -231,7 +231,7 @@ class Routes:
             "(swarmllm status names those that differ), or try again to use others"
         )
 
-    # ------------------------------------------------------------------ what is known
+    # ------------------------------------------------------------------ what this client knows
 
     @property
     def _snapshot(self) -> SwarmSnapshot:
@@ -248,22 +248,19 @@ class Routes:
             await look_ups.refresh()
         elif age_s > self._config.update_period_s or look_ups.is_outdated:
             looking = self._loop.spawn(look_ups.look_again(), name="look into the DHT")
-            if not look_ups.is_outdated or age_s > DEFAULT_TTL_S:  # a repair takes whom we know
+            if not look_ups.is_outdated or age_s > DEFAULT_TTL_S:  # a repair doesn't wait, but uses known servers
                 await asyncio.wait((looking,), timeout=LOOK_UP_TIMEOUT_S)
             look_ups.is_outdated = False
         if self._first_pings is None and look_ups.snapshot.servers:
             self._first_pings = self._loop.spawn(self._distances.ping_some(), name="first pings")
 
     async def _meet_voters(self) -> None:
-        """Meet those who have a say in which weights are used, where servers hold different ones."""
+        """Greet the servers, if their weights differ, so that they can vote on the weights to use."""
         if self._weights.is_open(self._snapshot):
             await self._verified.verify(self._snapshot.online(), timeout_s=VOTERS_TIMEOUT_S)
 
     async def _look_for_others(self, span: Span) -> None:
-        """Look into the DHT; return soon if there is a route by then, else in time to look again.
-
-        All are asked again meanwhile.
-        """
+        """Look into the DHT, and greet all servers of `span` again; returns soon if there is a route then."""
         self.ask_again(span)
         enough = time.monotonic() + RETRY_LOOKUP_S
         looking = self._loop.spawn(self._look_ups.refresh(), name="look into the DHT")
@@ -274,9 +271,9 @@ class Routes:
             await asyncio.sleep(enough - time.monotonic())
 
     def ask_again(self, span: Span) -> None:
-        """Dial all at once who are said to serve some of these blocks, so that whoever answers comes first.
+        """Greet all announced servers of these blocks at once, so that those that answer come first.
 
-        Tried one after the other, as many dead ones as are still announced would come before the one that lives.
+        One after the other, all dead servers that are still announced could come before the live one.
         """
         announced = [
             server for server in self._snapshot.online() if server.start < span.end and span.start < server.end
@@ -292,7 +289,7 @@ class Routes:
         return route
 
     def _best(self, span: Span, avoid: Collection[str], costs: RouteCosts) -> list[RouteHop]:
-        """The best route of servers that take enough tokens at once, or else of any.
+        """The best route of servers that accept so many tokens at once, or else of all.
 
         Raises:
             MissingBlocksError: there is none.
@@ -303,9 +300,9 @@ class Routes:
         return self._best_met(span, avoid, costs)
 
     def _best_met(self, span: Span, avoid: Collection[str], costs: RouteCosts) -> list[RouteHop]:
-        """The best route of servers that have been met, if there is one; better ones are met meanwhile.
+        """The best route of servers that have been met, if there is one; servers of a better one are greeted meanwhile.
 
-        Else the best of those of which nothing bad is known, and else of all.
+        Else the best route of servers without known faults, and else of all.
 
         Raises:
             MissingBlocksError: there is none.
@@ -329,23 +326,23 @@ class Routes:
             return best
 
     def _useless(self, costs: RouteCosts) -> frozenset[str]:
-        """Peers that don't know how to answer what is wanted."""
+        """Peers that can't answer inner states, if they are wanted."""
         servers = self._snapshot.online() if costs.inner_states else ()
         return frozenset(server.peer_id for server in servers if not server.inner_states)
 
     def _too_small(self, costs: RouteCosts) -> frozenset[str]:
-        """Peers that say they don't take so many tokens at once."""
+        """Peers that don't accept so many tokens at once."""
         servers = self._snapshot.online() if costs.row_tokens else ()
         return frozenset(server.peer_id for server in servers if server.max_batch_tokens < costs.row_tokens)
 
     def _avoided(self, now: float) -> frozenset[str]:
-        """Peers that no route should use now."""
+        """Peers that routes avoid now."""
         avoided = self._health.avoided(now)
         return avoided | self._active_adapter.lacked_by(self._snapshot) | self._differing(avoided)
 
     @property
     def _excluded(self) -> frozenset[str]:
-        """Peers that no route may use, even if there is no other one."""
+        """Peers that no route uses, even if there is no other one."""
         quarantined = self._health.quarantined
         return quarantined | self._active_adapter.lacked_by(self._snapshot) | self._differing(quarantined)
 

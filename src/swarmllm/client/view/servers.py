@@ -1,36 +1,36 @@
-"""The servers of one checkpoint: who they are, how far, and which of them a client may use.
+"""The servers of one checkpoint: their blocks, how far they are, and which of them a client may use.
 
 Used by `SwarmView`, `routes` and spot checks; runs in the client's event loop. `LookUps` is this client's node of the
-DHT. Announcements may be anybody's inventions: `p2p/verified_peers` says which servers have been met. `Distances` pings
-servers as long as the client is in use, over streams that it has anyway and new ones.
+DHT. Anybody can invent announcements: `p2p/verified_peers` says which servers have been met. `Distances` pings servers
+as long as the client is in use, over streams that are open anyway and over new ones.
 
-Greetings are compared with the traits that this client has found out itself (`check_claims`, for every greeting):
+`check_claims` compares each greeting with the traits that this client has found itself:
 
-    trait                      whose word counts
+    trait                      the value that counts
     batch_axis, block_output   the client's: a server that claims another value is left out
     takes_source, encoder      the same
     extra_inputs               the client's: a server that asks for more is left out, one that asks for less is used
     forbidden_cuts             the client's where the client cuts; each server's for its own blocks, in routes
     skips_padding, length_borders, own_length_beyond
                                the client's: servers have no say
-    chunked_prefill, rollback  the client's; a server that claims less is used only if nobody else serves its blocks,
-                               and then its word counts from the beginning. Other code, as some accelerators run it,
-                               may be able to do less than what the client has tried
+    chunked_prefill, rollback  the client's; a server that claims less is used only if no other one serves its blocks,
+                               and then its claim counts from the beginning. On some accelerators other code runs,
+                               which may be able to do less than the client has found
 
-A model that can't be tried here (`models/span/small_copy`): servers are believed if the user has named them in
-`allowed_servers`, and nobody otherwise. So no server is sent what the model doesn't need. A trait that is added to
-`BlockTraits` belongs into one of the tuples below, or into a function of its own here.
+If the model can't be tried here (`models/span/small_copy`), only servers in the user's `allowed_servers` are believed.
+So no server is sent anything that the model doesn't need. Add a new trait of `BlockTraits` to one of the tuples below,
+or write a function for it here.
 
-Where servers hold different weights for the same blocks, a client uses one kind (`AgreedWeights`): a session's caches
-were computed with it. Only servers that have been met have a say, and none that is avoided. A server that says a false
-digest can win all the same; then it is used, as if it had said what the others say, until it fails or is caught, and
-the choice is forgotten.
+If servers hold different weights for the same blocks, a client uses one version (`AgreedWeights`), because the caches
+of a session were computed with it. Servers that have been met vote, unless they are avoided. A server with a false
+digest can win the vote. It is then used until it fails or is caught, as if it had copied the others' digests; after
+that the servers vote again.
 
-Servers announce adapters as `name@digest`. A client uses one version of `ClientConfig.active_adapter` for as long as
-it lives (`ActiveAdapter`), for the same reason.
+Servers announce adapters as `name@digest`. A client uses one version of `ClientConfig.active_adapter` as long as it
+runs (`ActiveAdapter`), for the same reason.
 
-Honest servers differ a little, by dtype and quantization. Spot checks forgive that (`honest_error`), and a server
-whose honest error is above the client's tolerance can't be checked and isn't used (`is_checkable`).
+Honest servers differ a little, by dtype and quantization. Spot checks allow for that (`honest_error`). A server whose
+honest error is above the client's tolerance can't be checked and isn't used (`is_checkable`).
 """
 
 import asyncio
@@ -70,18 +70,18 @@ logger = logging.getLogger(__name__)
 PINGS_PER_ROUND = 8
 """Servers, at most."""
 NEIGHBOURS_MET = 8
-"""Servers that are met after each look, if they weren't, because this client is connected to their nodes of the DHT."""
+"""Servers that the client meets after each look, because it is connected to their DHT nodes anyway."""
 
 PING_SAMPLES = 3
-"""Pings of which the least counts: everything else that a sample holds is somebody's delay."""
+"""Pings per measurement. The shortest counts: the others include delays."""
 LAN_LOOK_INTERVAL_S = 5.0
-"""Seconds from one look at the local network to the next, while no peer answers. Assumed; a look takes 3 s."""
+"""Seconds between looks at the local network while no peer answers. Assumed; a look takes 3 s."""
 IDLE_S = 120.0
-"""Seconds without a route or a step after which nobody is pinged any more."""
+"""Seconds without a route or a step after which the client stops pinging."""
 
 
 class LookUps:
-    """The servers of one checkpoint, as far as they are known, and ways to know more."""
+    """The known servers of one checkpoint, and how to look for more."""
 
     def __init__(
         self, config: ClientConfig, *, name: str, fingerprint: str, num_blocks: int, check_greeting: CheckGreeting
@@ -94,15 +94,15 @@ class LookUps:
         self.spans: tuple[Span, ...] = (Span(0, num_blocks),)
         """The blocks that servers are to run."""
         self.encoder_blocks = 0
-        """How many blocks, the first ones, are an encoder's."""
+        """Number of the encoder's blocks, which are the first ones."""
         self.snapshot = SwarmSnapshot(num_blocks=num_blocks)
         path = config.contributor_identity
         contributor = None if path is None else Identity.load(path)
         self.verified = VerifiedPeers(lambda: self.peer, fingerprint, contributor=contributor, check=check_greeting)
         self.news = 0
-        """Counts what a running session might change its route for: looks and rounds of pings."""
+        """Counts looks and rounds of pings: after each, a session may find a better route."""
         self.is_outdated = False
-        """A server has failed since the last look, so what was announced may no longer be true."""
+        """A server has failed since the last look, so announcements may be outdated."""
         self._peer: Peer | None = None
         self._refreshing = asyncio.Lock()
         self._lan_look: asyncio.Task[None] | None = None
@@ -110,7 +110,7 @@ class LookUps:
 
     @property
     def peer(self) -> Peer:
-        """This process in the swarm."""
+        """This process as a peer of the swarm."""
         if self._peer is None:
             raise RuntimeError("the swarm view is not connected")
         return self._peer
@@ -119,8 +119,8 @@ class LookUps:
         """Join the swarm's DHT as a client.
 
         Raises:
-            ConfigurationError: no initial peers although discovery is off, or not an address.
-            MissingBlocksError: there are none on the local network either.
+            ConfigurationError: no initial peers, and discovery is off; or one is not an address.
+            MissingBlocksError: the local network has no peers either.
             PeerUnreachableError: none of them answers.
         """
         initial_peers = self.config.initial_peers
@@ -153,7 +153,7 @@ class LookUps:
             self._peer = None
 
     async def refresh(self) -> SwarmSnapshot:
-        """Look into the DHT now; calls at the same time share one look."""
+        """Look into the DHT now; concurrent calls share one look."""
         asked_at = time.monotonic()
         async with self._refreshing:
             if self.snapshot.taken_at < asked_at:
@@ -163,7 +163,7 @@ class LookUps:
                 usable = tuple(s for s in servers if s.end <= self.num_blocks and self._may_use(s))
                 self.snapshot = SwarmSnapshot(self.num_blocks, usable, self.encoder_blocks, taken_at=time.monotonic())
                 self.verified.forget_others(usable)
-                if len(online := self.snapshot.online()) > PINGS_PER_ROUND:  # else all are met by pings
+                if len(online := self.snapshot.online()) > PINGS_PER_ROUND:  # otherwise pings meet all of them
                     self.verified.verify_soon(self.verified.neighbours(online)[:NEIGHBOURS_MET])
                 self.news += 1
             return self.snapshot
@@ -173,7 +173,7 @@ class LookUps:
         return not self.config.initial_peers
 
     def _look_at_lan_soon(self) -> None:
-        """Look for servers that were started since the last peer was lost: their addresses are new."""
+        """Look for servers that were started after the last peer was lost, at new addresses."""
         now = time.monotonic()
         if self._lan_look is not None and not self._lan_look.done():
             return
@@ -185,7 +185,7 @@ class LookUps:
         try:
             found = await find_swarm(self.name, self.fingerprint, look_on_s=0.0)
         except MissingBlocksError:
-            return  # the route's error says what is missing
+            return  # the error of the route will name the missing blocks
         self.peer.join_by(found)
 
     async def look_again(self) -> None:
@@ -196,7 +196,11 @@ class LookUps:
             logger.warning("could not look into the DHT: %s", error)
 
     async def check_fingerprint(self) -> None:
-        """Look whether somebody serves another checkpoint of the same name, where nobody serves this one."""
+        """Check whether the swarm serves another checkpoint of this name, while no server has this one.
+
+        Raises:
+            WeightsMismatchError: it does.
+        """
         for record in (await self._directory.models()).values():
             if record.name == self.name and record.fingerprint != self.fingerprint:
                 raise WeightsMismatchError(
@@ -205,8 +209,10 @@ class LookUps:
                 )
 
     async def explained(self, error: MissingBlocksError, adapter: str | None, left_out: str) -> MissingBlocksError:
-        """The error in words that name the mend; `adapter`: the one that servers have to offer; `left_out`: who wasn't
-        used because of other weights."""
+        """The error with a text that names the mend.
+
+        `adapter`: the adapter that servers must have; `left_out`: half a sentence about servers with other weights.
+        """
         names = sorted({record.name for record in (await self._directory.models()).values()})
         if not self.snapshot.servers and self.peer.is_alone:
             place = "on this network" if self._found_on_lan else "where it was"
@@ -227,7 +233,7 @@ class LookUps:
         if left_out:
             return MissingBlocksError(f"{error} of {self.name}{left_out}", error.block_idxs)
         text = f"{error} of {self.name} (waited {self.config.route_timeout_s:.0f} s)"
-        if missing := error.block_idxs:  # none are, where spans can't be joined
+        if missing := error.block_idxs:  # empty if the servers' spans can't be joined
             is_private = self.config.swarm_name is not None
             command = command_to_serve(missing, self.name, self.config.initial_peers, is_private=is_private)
             text += f": start a server of them, {command}"
@@ -246,16 +252,16 @@ class Distances:
     def __init__(self, config: ClientConfig, look_ups: LookUps, health: PeerHealth) -> None:
         self.round_trips = RoundTrips()
         self.connections: WeakSet[Connection] = WeakSet()
-        """Streams that are there anyway."""
+        """Streams that are open anyway."""
         self.used_at = -math.inf
-        """Time at which somebody last asked for a route or took a step, by `time.monotonic()`."""
+        """`time.monotonic()` of the last route or step."""
         self._config = config
         self._look_ups = look_ups
         self._health = health
-        self._random = random.Random()  # the module's own belongs to the user's program, which may have seeded it
+        self._random = random.Random()  # not the module's generator, which the user's program may have seeded
 
     async def keep_measuring(self) -> None:
-        """Look into the DHT, and ping servers, as long as somebody uses this client."""
+        """Look into the DHT and ping servers, as long as this client is in use."""
         while True:
             await asyncio.sleep(self._config.ping_period_s)
             now = time.monotonic()
@@ -282,10 +288,7 @@ class Distances:
         self._look_ups.news += 1
 
     async def _ping(self, server: ServerInfo, connection: Connection | None = None) -> None:
-        """Measure one server's distance, over a stream that is there already or a new one.
-
-        One that can't be reached is nobody's concern here.
-        """
+        """Measure one server's round trip, over `connection` or a new stream. Skip it if it can't be reached."""
         self.round_trips.begin(server.peer_id, time.monotonic())
         try:
             async with asyncio.timeout(self._config.connect_timeout_s):
@@ -310,9 +313,9 @@ class Distances:
 
 
 SAME = ("batch_axis", "block_output")
-"""Traits that are the same in all blocks of a stack."""
+"""Traits that are equal in all blocks of a stack."""
 ABILITIES = ("chunked_prefill", "rollback")
-"""Traits that are true of blocks which can do something."""
+"""Traits that say what blocks can do."""
 
 BY_DTYPE = {"float64": 1e-3, "float32": 1e-3, "float16": 0.05, "bfloat16": 0.1}
 """Relative error of one position's hidden states. Assumed: ten times what other batch shapes and threads change."""
@@ -351,7 +354,7 @@ def check_claims(peer_id: str, served: ServedBlocks, own: BlockTraits, encoder: 
 
 
 def lacking_abilities(served: ServedBlocks, own: BlockTraits, encoder: Span | None) -> tuple[str, ...]:
-    """What the model's blocks can do and this server's can't, as it says."""
+    """Traits that the model's blocks have and this server says that its blocks lack."""
     return tuple(
         trait
         for own_stack, claimed, _ in _stacks(served, own, encoder)
@@ -361,19 +364,19 @@ def lacking_abilities(served: ServedBlocks, own: BlockTraits, encoder: Span | No
 
 
 def check_abilities(peer_id: str, served: ServedBlocks, agreed: BlockTraits, encoder: Span | None) -> None:
-    """Raises RemoteProtocolError if the server says that its blocks can do less than what this client builds on."""
+    """Raises RemoteProtocolError if the server says that its blocks lack a trait that this client relies on."""
     for trait in lacking_abilities(served, agreed, encoder):
         raise _contradiction(peer_id, f"its blocks lack {trait}")
 
 
 def with_abilities_of(own: BlockTraits, greetings: Iterable[ServedBlocks], encoder: Span | None) -> BlockTraits:
-    """The traits that hold for all these servers, of which some may be able to do less."""
+    """The traits that the blocks of all these servers have."""
     lacking = {trait for served in greetings for trait in lacking_abilities(served, own, encoder)}
     return own.model_copy(update=dict.fromkeys(lacking, False))
 
 
 def trusted_traits(greetings: Sequence[ServedBlocks], encoder: Span | None) -> BlockTraits:
-    """The traits that all these servers together claim, which the user trusts."""
+    """The traits of the model by the claims of these servers, which the user trusts."""
     parts = [served.traits for served in greetings if served.traits and (not encoder or served.end > encoder.end)]
     found = _together(parts)
     if encoder is None:
@@ -400,7 +403,7 @@ def _together(claims: Sequence[BlockTraits]) -> BlockTraits:
 
 
 def _stacks(served: ServedBlocks, own: BlockTraits, encoder: Span | None) -> list[tuple[BlockTraits, BlockTraits, str]]:
-    """(own traits, claimed ones, what they are of) for each stack that the server has blocks of."""
+    """(own traits, claimed traits, name) of each stack of which the server has blocks."""
     claimed = served.traits or own
     if encoder is None:
         return [(own, claimed, "blocks")]
@@ -411,7 +414,11 @@ def _stacks(served: ServedBlocks, own: BlockTraits, encoder: Span | None) -> lis
 
 
 def _check_stacks(peer_id: str, served: ServedBlocks, encoder: Span | None) -> None:
-    """A server of an older version doesn't know of the two stacks that its blocks are of."""
+    """Refuse servers of older versions, which don't know of two stacks.
+
+    Raises:
+        RemoteProtocolError: the server is one.
+    """
     if encoder is None or served.traits is None:
         return
     lacks_encoder = served.start < encoder.end and served.traits.encoder is None
@@ -434,7 +441,7 @@ def _contradiction(peer_id: str, claim: str) -> RemoteProtocolError:
 
 
 class AgreedWeights:
-    """The choice, by what servers announce of their blocks."""
+    """The version of the weights that this client uses, by the digests that servers announce."""
 
     def __init__(self, verified: VerifiedPeers) -> None:
         self._verified = verified
@@ -442,17 +449,17 @@ class AgreedWeights:
         self._snapshot: SwarmSnapshot | None = None
         self._digests: dict[str, dict[int, str]] = {}
         self._together: dict[int, str] = {}
-        """What all say, if they agree."""
+        """The digests of all servers, if they agree."""
         self._all_agree = True
         self._told: list[str] = []
 
     def is_open(self, snapshot: SwarmSnapshot) -> bool:
-        """Whether there is something to choose, and nothing has been chosen."""
+        """True if the servers' weights differ, and none has been chosen."""
         self._read(snapshot)
         return not self._all_agree and not self._kept
 
     def differing(self, snapshot: SwarmSnapshot, avoided: Collection[str]) -> frozenset[str]:
-        """Peer ids of servers with other weights than those in use; of the others, those `avoided` have no say."""
+        """Peer ids of servers with other weights than those in use; servers in `avoided` don't vote."""
         self._read(snapshot)
         if self._all_agree and not contradicts(self._together, self._kept):
             return frozenset()
@@ -461,13 +468,13 @@ class AgreedWeights:
         return frozenset(peer_id for peer_id, digests in self._digests.items() if contradicts(digests, chosen))
 
     def keep(self, route: Iterable[RouteHop]) -> None:
-        """A route has been found: from now on the weights of those of its servers that were met, and no others."""
+        """From now on, use only the weights of the servers of `route` that have been met."""
         for server in self._verified.confirmed(hop.server for hop in route):
             for block, digest in server.digests().items():
                 self._kept.setdefault(block, digest)
 
     def forget(self) -> None:
-        """No route is left with these weights, so what begins from now on may have others."""
+        """Choose anew, because no route is left with these weights."""
         self._kept.clear()
 
     def _read(self, snapshot: SwarmSnapshot) -> None:
@@ -487,16 +494,16 @@ class AgreedWeights:
 
 
 class ActiveAdapter:
-    """The choice, once made, stays."""
+    """The version of the servers' adapter that this client uses; once chosen, it stays."""
 
     def __init__(self, wanted: str | None) -> None:
         is_directory = os.path.isdir(wanted or "")  # noqa: PTH112 - Path fails if the name is too long for a file
         self.wanted = Path(wanted).resolve().name if wanted and is_directory else wanted
         self.version: str | None = None
-        """The version as servers announce it; None: no adapter is wanted, or no route has been found yet."""
+        """`name@digest` as servers announce it; None: no adapter is wanted, or no route has been found yet."""
 
     def choose(self, snapshot: SwarmSnapshot) -> str | None:
-        """The version in use, or else the one that most blocks are served with; None if there is none."""
+        """The version in use, or else the version that serves most blocks; None if there is none."""
         if self.version is not None or self.wanted is None:
             return self.version
         blocks: dict[str, set[int]] = {}
@@ -507,27 +514,27 @@ class ActiveAdapter:
         return max(sorted(blocks), key=lambda name: len(blocks[name]), default=None)
 
     def lacked_by(self, snapshot: SwarmSnapshot) -> frozenset[str]:
-        """Peer ids of servers that are of no use."""
+        """Peer ids of servers without the adapter."""
         if self.wanted is None:
             return frozenset()
         version = self.choose(snapshot)
         return frozenset(server.peer_id for server in snapshot.servers if version not in server.adapters)
 
     def keep(self, snapshot: SwarmSnapshot) -> None:
-        """A route has been found: from now on this version and no other."""
+        """Use only this version from now on, because a route has been found."""
         self.version = self.choose(snapshot)
 
 
 def honest_error(server: ServerInfo) -> float:
-    """The largest error of an honest server of that kind; infinite if nobody knows."""
+    """The largest relative error of an honest server with this dtype and quantization; infinite if unknown."""
     by_dtype = BY_DTYPE.get(server.dtype, math.inf)
     return max(by_dtype, BY_QUANT_TYPE.get(server.quant_type, math.inf))
 
 
 def is_checkable(server: ServerInfo, config: ClientConfig) -> bool:
-    """Whether an honest server of that kind is always within the client's tolerance.
+    """True if an honest server of this kind is always within the client's tolerance.
 
-    What a server announces decides whether it is used, never how much it may be wrong by: otherwise a liar would
-    announce the coarsest kind of weights, and be forgiven everything.
+    A server's announcement decides whether it is used, never how large its errors may be: otherwise liars would
+    announce the coarsest quantization.
     """
     return honest_error(server) <= config.verify_tolerance

@@ -1,8 +1,8 @@
-"""A client's view of the swarm: what users ask of it, and where what it knows comes together.
+"""A client's view of the swarm: `model.swarm`, and the object that sessions and sessionless requests share.
 
-`look_ups` knows which servers there are and how far they are, `routes` the way to take. Used by sessions and batches;
-runs in the client's event loop. `AdapterUploads` sends adapters once to each server, and again only after they have
-changed or the server has forgotten them. `decode_ms` says how fast this machine would be alone, for explained routes.
+`servers` knows the servers and their distances, `routes` chooses among them. Everything but the methods for users runs
+in the client's event loop. `AdapterUploads` sends adapters once to each server, and again only after they have changed
+or the server has forgotten them. `decode_ms` estimates the speed of this machine alone, for explained routes.
 """
 
 import asyncio
@@ -58,15 +58,15 @@ logger = logging.getLogger(__name__)
 MOST_SHOWN = 8
 """Servers that `print(model)` lists."""
 MOST_LIARS_TOLD = 64
-"""Servers of which a client's log says that their greetings can't be true: peer ids cost nothing."""
+"""Most servers whose false greetings a client logs, because peer ids cost nothing."""
 
 MAX_HANDLES = 1024
-"""Parts of adapters on servers that are remembered; of more, what was uploaded longest ago would be uploaded again."""
+"""Uploaded parts of adapters that the client remembers; beyond that it forgets the oldest and uploads it again."""
 
 MEMORY_SHARE = 0.8
-"""Share of the free memory that blocks may take. Assumed: the rest is cache, activations and what else runs here."""
+"""Share of the free memory for blocks. Assumed: the rest is for caches, activations and other programs."""
 ROWS, COLUMNS = 8192, 4096
-"""64 MB in bfloat16: more than caches hold."""
+"""64 MB in bfloat16, more than the caches of a CPU."""
 REPEATS = 3
 
 
@@ -85,35 +85,35 @@ class SwarmView:
         self.distances = Distances(config, self.look_ups, self.health)
         self.routes = Routes(config, loop, self.look_ups, self.health, active_adapter, self.distances)
         self.counts: Counter[str] = Counter()
-        """Events so far: errors by their code, what servers said of others (`accusations`), `repairs`,
-        `spot_checks`, `spot_checks_failed`."""
+        """Events so far: errors by their code, complaints of servers about others (`accusations`), `repairs`, `moves`,
+        `spot_checks`, `spot_checks_failed`, `spot_checks_undecided`."""
         self.model_place = name
-        """What `--model` takes for the model on this machine; its name in the swarm may lack the way to a directory."""
+        """The value of `--model` for this model on this machine; its name in the swarm may lack the path."""
         self.hidden_size: int | None = None
-        """Width of the hidden states; None: nobody knows."""
+        """Width of the hidden states; None: unknown."""
         self.num_bytes: int | None = None
-        """Bytes of all blocks, if this machine held them; None: nobody knows."""
+        """Bytes that all blocks would take on this machine; None: unknown."""
         self.head_weight: Callable[[], Tensor | None] = lambda: None
-        """The matrix of the head, which the client multiplies for each token; None: the model has no head."""
+        """The weight of the head, by which the client multiplies for each token; None: the model has no head."""
         self._head_ms: float | None = None
         self.own_traits: BlockTraits | None = None
-        """What this client has found out of the model's blocks; None: it couldn't. Set it before servers are met."""
+        """The traits of the blocks that this client has found itself; None: it couldn't. Set before servers are met."""
         self._traits: BlockTraits | None = None
-        """The traits on which the model builds."""
+        """The traits that this client relies on."""
         self._dial_times = DialTimes()
         self._liars: set[str] = set()
-        """Peers of which was told that their greetings can't be true."""
+        """Peers whose false greetings have been logged."""
         loop.on_close.append(self.look_ups.close)
 
     @property
     def encoder_blocks(self) -> Span | None:
-        """Those of the encoder, if the model has one beside its decoder."""
+        """The blocks of the encoder; None for a model of one stack."""
         return Span(0, self.look_ups.encoder_blocks) if self.look_ups.encoder_blocks else None
 
     # ------------------------------------------------------------------ for users: synchronous
 
     def __repr__(self) -> str:
-        """What is known without asking anybody."""
+        """The known servers, without asking anyone."""
         servers = sorted(self.look_ups.snapshot.servers, key=lambda server: (server.start, server.peer_id))
         shown = [f"{one.start}:{one.end} by {one.public_name or one.peer_id[-6:]}" for one in servers[:MOST_SHOWN]]
         shown += [f"{len(servers) - MOST_SHOWN} more"] * (len(servers) > MOST_SHOWN)
@@ -121,23 +121,23 @@ class SwarmView:
 
     def servers(self) -> list[ServerInfo]:
         """The servers of this model, as they announce themselves now."""
-        return list(self.loop.run(self.look_ups.refresh()).servers)
+        return list(self.loop.run_coroutine(self.look_ups.refresh()).servers)
 
     def route(self) -> Route:
-        """The route that would be taken now; `print()` it to see why, in numbers.
+        """The route for a session that begins now; `print()` it to see its costs.
 
         Raises:
             MissingBlocksError: there is none.
         """
-        return self.loop.run(self._explained_route())
+        return self.loop.run_coroutine(self._explained_route())
 
     def expected_ms_per_token(self, route: Sequence[RouteHop] | None = None) -> float:
-        """Expected milliseconds of one decode step along `route` (default: the one that would be taken now)."""
-        return self.route().expected_ms if route is None else self.loop.run(self._expected_ms(route))
+        """Expected milliseconds of one decode step along `route` (default: that of `route()`)."""
+        return self.route().expected_ms if route is None else self.loop.run_coroutine(self._expected_ms(route))
 
     @property
     def max_batch_tokens(self) -> int:
-        """Most tokens of one row for which every block has a server that takes them, as far as is known."""
+        """Most tokens of one row that at least one known server of each block accepts."""
         servers = self.look_ups.verified.confirmed(self.look_ups.snapshot.servers) or self.look_ups.snapshot.servers
         most: dict[int, int] = {}
         for server in servers:
@@ -162,7 +162,7 @@ class SwarmView:
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """The blocks that servers are to run; the others are on this machine."""
+        """The blocks on servers; the others are on this machine."""
         return self.look_ups.spans
 
     # ------------------------------------------------------------------ in the event loop
@@ -176,17 +176,17 @@ class SwarmView:
         await self.look_ups.connect()
 
     async def begin(self) -> BlockTraits:
-        """Begin to measure how far servers are, and find the traits on which to build; see `traits`."""
+        """Begin to measure round trips, and return the traits to rely on; see `traits`."""
         self.loop.spawn(self.distances.keep_measuring(), name="measure round trips")
         return await self.traits()
 
     async def daemon_exited(self) -> None:
-        """Return when this client's p2pd has exited; without it nobody can be found or dialled any more."""
+        """Wait until this client's p2pd exits; without it no server can be found or dialled."""
         await self.look_ups.peer.daemon_exited()
 
     @property
     def blamed(self) -> frozenset[str]:
-        """Peers that have failed and are avoided for now."""
+        """Peers that have failed, and are avoided now."""
         return self.health.blamed(time.monotonic())
 
     async def _explained_route(self) -> Route:
@@ -200,18 +200,18 @@ class SwarmView:
         return route_cost_ms(route, self.routes.costs()) + await self._time_of_head()
 
     async def _time_of_head(self) -> float:
-        """Milliseconds, measured when somebody asks first."""
+        """Milliseconds of the head for one token, measured at the first call."""
         weight = self.head_weight() if self._head_ms is None else None
         if weight is not None:
             self._head_ms = await asyncio.to_thread(product_ms, weight)
         return self._head_ms or 0.0
 
     async def traits(self) -> BlockTraits:
-        """The traits of the model's blocks on which to build: this client's own; servers that claim others are avoided.
+        """The traits of the blocks to rely on: this client's own, where servers have them as well.
 
         Raises:
-            MissingBlocksError: nobody who can be reached serves some blocks, or those who do claim other traits.
-            ConfigurationError: this client can't find the traits out, and the user has named no servers to trust.
+            MissingBlocksError: no server with the right traits can be reached for some blocks.
+            ConfigurationError: this client can't find the traits, and the user has named no servers to trust.
         """
         if self.own_traits is None and self.config.allowed_servers is None:
             raise ConfigurationError(
@@ -226,9 +226,9 @@ class SwarmView:
         return self._traits
 
     async def _greetings(self, span: Span) -> list[ServedBlocks]:
-        """What the servers of the best route through these blocks say of themselves.
+        """The greetings of the servers of the best route for `span`.
 
-        Servers that say they can do less than the model's blocks are on it only if nobody else serves these.
+        Servers that claim fewer abilities than the model has are left out if others serve their blocks.
         """
         deadline = math.inf
         weak: set[str] = set()
@@ -257,7 +257,7 @@ class SwarmView:
             weak |= weaker
 
     def _check_greeting(self, server: ServerInfo, served: ServedBlocks) -> None:
-        """Raises RemoteProtocolError if what a server says of its blocks isn't true of this model's."""
+        """Raises RemoteProtocolError if a server's claims don't fit this model."""
         known = self.own_traits or self._traits
         if known is None:
             return
@@ -275,10 +275,10 @@ class SwarmView:
     async def open_connection(
         self, server: ServerInfo, on_answer: OnAnswer | None = None, span: Span | None = None
     ) -> Connection:
-        """A new stream to `server`, for these blocks: one that takes long is left if others serve them, too.
+        """A new connection to `server`, for blocks `span`. If it takes long, it is given up if others serve these.
 
         Raises:
-            PeerError: it can't be reached, speaks another protocol, or claims what isn't true of the model's blocks.
+            PeerError: it can't be reached, speaks another protocol, or its claims don't fit the model.
         """
         stream, served = await self._reached(server, span)
         stream.start_keepalive()
@@ -317,14 +317,14 @@ class SwarmView:
         return reached
 
     def _longest_wait_s(self, server: ServerInfo) -> float:
-        """Seconds for reaching a server where others serve its blocks, too."""
+        """Longest time to reach a server while others serve its blocks as well."""
         if server.relayed:  # libp2p dials relays later
             return math.inf
         round_trip_ms = self.distances.round_trips.known(time.monotonic()).get(server.peer_id, 0.0)
         return self._dial_times.longest_s(DIAL_ROUND_TRIPS * round_trip_ms / 1e3)
 
     def retries(self) -> Retries:
-        """A count of tries for one piece of work."""
+        """A new count of tries, for one step or request."""
         return Retries(self.config.max_retries, self.config.route_timeout_s)
 
     async def wait_after(self, error: SwarmError, retries: Retries, span: Span) -> None:
@@ -337,12 +337,12 @@ class SwarmView:
             return
         if isinstance(error, SessionTooLargeError | ServerOutOfMemoryError) and error.peer_id is not None:
             retries.refused_by.append(error.peer_id)
-            # Room is as large as it is, while memory may come back: in a moment, or not before the client gives up.
+            # A cache's size doesn't change. Memory may be free again in a moment, or not before the client gives up.
             lasts = isinstance(error, SessionTooLargeError) or retries.refused_by.count(error.peer_id) >= MOST_REFUSALS
             if lasts and self.routes.alternative(span, retries.refused_by, even_avoided=True) is None:
                 raise error
         reason = self.routes.what_is_wrong(error, span)
-        is_missing = isinstance(error, MissingBlocksError)  # the look for a route has waited for them
+        is_missing = isinstance(error, MissingBlocksError)  # the search for a route has waited for them
         delay_s = None if is_missing else retries.next_delay_s(reason, time.monotonic())
         if delay_s is None:
             if isinstance(reason, MissingBlocksError):
@@ -351,9 +351,9 @@ class SwarmView:
         await asyncio.sleep(delay_s)
 
     def _asks_others(self, error: SwarmError, said_by: str, retries: Retries, span: Span) -> bool:
-        """Whether others are asked what a server says nobody can do: its word alone proves nothing.
+        """True if other servers should be asked as well, after one has said that a request is impossible.
 
-        It is blamed meanwhile, until others have said the same.
+        Its word alone proves nothing. It is blamed until others have said the same.
         """
         retries.refused_by.append(said_by)
         self.health.report(RemoteProtocolError(str(error), said_by), time.monotonic())
@@ -366,7 +366,7 @@ class SwarmView:
         return False
 
     def report(self, error: SwarmError) -> bool:
-        """Take note of a failure, so that later routes avoid the peer if it is to blame; False if they did already."""
+        """Note a failure, so that later routes avoid the peer if it is to blame; False if they did already."""
         is_hearsay = isinstance(error, PeerError) and error.is_hearsay
         self.counts["accusations" if is_hearsay else error.code] += 1
         is_news = self.health.report(error, time.monotonic())
@@ -378,7 +378,7 @@ class SwarmView:
 
 
 class AdapterUploads:
-    """The handles under which servers know adapters."""
+    """The handles of adapters that servers have."""
 
     def __init__(self, active: ActiveAdapter) -> None:
         self._active = active
@@ -389,10 +389,10 @@ class AdapterUploads:
     async def header_fields(
         self, connection: Connection, adapter: BlockAdapter | None, span: Span, *, timeout_s: float
     ) -> dict[str, Any]:
-        """The fields of a request on `span` about adapters: the server's, or the client's own, uploaded if need be.
+        """The header fields about adapters: the server's adapter, or the client's own, which is uploaded if need be.
 
         Raises:
-            ConfigurationError: both, or the server can't use this adapter.
+            ConfigurationError: the client wants both, or the server can't use this adapter.
             SwarmError: the server can't be reached.
         """
         served = self._active.version
@@ -408,7 +408,7 @@ class AdapterUploads:
     async def handle(
         self, connection: Connection, adapter: BlockAdapter | None, span: Span, *, timeout_s: float
     ) -> int | None:
-        """The handle for the adapter's part on `span`, uploaded if need be; None if it has none there.
+        """The handle of the adapter's part for `span`, which is uploaded if need be; None if it has none there.
 
         Raises:
             ConfigurationError: the server can't use this adapter.
@@ -429,7 +429,7 @@ class AdapterUploads:
         return handle
 
     def forget(self, peer_id: str | None) -> None:
-        """After a failure of that server, which may have lost what it was sent."""
+        """Forget the handles of a server that has failed, as it may have lost its adapters."""
         for key in [key for key in self._handles if key[0] == peer_id]:
             del self._handles[key]
 
@@ -449,9 +449,9 @@ class AdapterUploads:
 
 
 def decode_ms(num_bytes: int) -> float | None:
-    """Milliseconds, about, that one token would take with blocks of this many bytes; None if they don't fit.
+    """Estimated milliseconds per token on this machine, with blocks of `num_bytes`; None if they don't fit.
 
-    Too many for a mixture of experts, which reads only some of its weights.
+    The estimate is too high for a mixture of experts, which reads only some of its weights.
     """
     if num_bytes > MEMORY_SHARE * available_memory_bytes():
         return None
@@ -466,7 +466,7 @@ def _bytes_per_s() -> float:
 
 @torch.inference_mode()
 def product_ms(matrix: Tensor) -> float:
-    """Milliseconds of a product with one vector, on the matrix's device: most of what the head of a model takes."""
+    """Milliseconds of a product with one vector, on the matrix's device: most of the time of a model's head."""
     vector = torch.ones(matrix.shape[1], dtype=matrix.dtype, device=matrix.device)
     elapsed_s = []
     for _ in range(1 + REPEATS):
@@ -475,4 +475,4 @@ def product_ms(matrix: Tensor) -> float:
         if matrix.device.type != "cpu":
             torch.accelerator.synchronize(matrix.device)
         elapsed_s.append(time.perf_counter() - started)
-    return 1e3 * min(elapsed_s[1:])  # the first one waits for threads and pages
+    return 1e3 * min(elapsed_s[1:])  # the first one includes starting threads and mapping pages

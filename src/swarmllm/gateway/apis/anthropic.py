@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from swarmllm.gateway.apis.chat_request import MAX_TOOLS, ChatRequest, ToolName
 from swarmllm.gateway.apis.request_bodies import ANYTHING, Body, Harmless, StopString
-from swarmllm.gateway.apis.responder import Answer, Choice, Dialect, translated
+from swarmllm.gateway.apis.responder import Answer, Choice, Dialect, sse, translated
 from swarmllm.gateway.engine.language_model import LanguageModel
 from swarmllm.gateway.engine.vision import free_memory
 from swarmllm.gateway.errors import ApiError
@@ -269,7 +269,7 @@ class AnthropicAnswer(Answer):
         return self._close() + _event("message_delta", delta=delta, usage=usage) + _event("message_stop")
 
     def failure(self, error: ApiError) -> bytes:
-        return f"event: error\ndata: {json.dumps(error_body(error))}\n\n".encode()
+        return sse(error_body(error), "error")
 
     def whole(self) -> dict[str, Any]:
         choice = self._choices[0]
@@ -350,5 +350,4 @@ def _reason(choice: Choice) -> str:
 
 
 def _event(kind: str, **data: Any) -> bytes:
-    body = json.dumps({"type": kind, **data}, ensure_ascii=False, separators=(",", ":"))
-    return f"event: {kind}\ndata: {body}\n\n".encode()
+    return sse({"type": kind, **data}, kind)

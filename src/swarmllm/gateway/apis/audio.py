@@ -19,9 +19,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from swarmllm.gateway.apis.audio_files import Form, checked_bytes, kept_bytes, read_form, read_sound, unpacked_bytes
-from swarmllm.gateway.apis.openai import DONE, sse
 from swarmllm.gateway.apis.request_bodies import ANYTHING, Body, Harmless, unused_fields
-from swarmllm.gateway.apis.responder import KEEPALIVE_S, Dialect, Responder, cancelled_when_gone
+from swarmllm.gateway.apis.responder import DONE, KEEPALIVE_S, Dialect, Responder, cancelled_when_gone, sse
 from swarmllm.gateway.engine.audio_model import AudioModel, Segment, SpeechOptions, Transcript
 from swarmllm.gateway.engine.engine import Waiter, queue_full
 from swarmllm.gateway.engine.vision import Taken

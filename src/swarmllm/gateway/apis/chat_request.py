@@ -281,11 +281,9 @@ class ChatRequest(Sampling):
         if tools:
             _ = model.call_form  # refuse it now, not when the answer is read
         options = (self.chat_template_kwargs or {}) | self._effort(model)
-        go_on = bool(self.continue_final_message)
-        if urls := picture_urls(self.messages):
-            return model.encode_chat_with_pictures(messages, urls, options, tools, go_on=go_on)
-        found = model.encode_chat(messages, options, tools, go_on=go_on)
-        if model.speaks_harmony and not self.continue_final_message and self._says_how_it_looks(model):
+        urls = picture_urls(self.messages)
+        found = model.encode_chat(messages, options, tools, pictures=urls, go_on=bool(self.continue_final_message))
+        if model.speaks_harmony and not self.continue_final_message and self._is_constrained_text(model):
             found += model.encode(HARMONY_FINAL, special_tokens=False)  # a constrained answer can't begin with it
         return found
 
@@ -302,7 +300,7 @@ class ChatRequest(Sampling):
         hint = f"can be {', '.join(known)}" if known else "is nothing that its chat template knows: leave it out"
         raise ApiError(400, f"reasoning_effort of {model.name} {hint}", param="reasoning_effort", code="invalid_value")
 
-    def _says_how_it_looks(self, model: LanguageModel) -> bool:
+    def _is_constrained_text(self, model: LanguageModel) -> bool:
         return not self._forced and self._constraint(model) is not None
 
     def _max_tokens(self) -> int | None:

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from swarmllm.api import __version__
 from swarmllm.gateway.apis.chat_request import MAX_TOOLS, ChatRequest, Tool, ToolName
 from swarmllm.gateway.apis.request_bodies import ANYTHING, Body, CompletionRequest, Harmless, StopString
-from swarmllm.gateway.apis.responder import Answer, CallInAnswer, Dialect, Responder, translated
+from swarmllm.gateway.apis.responder import Answer, CallInAnswer, Dialect, Responder, to_json, translated
 from swarmllm.gateway.engine.embedding_model import EmbeddingModel
 from swarmllm.gateway.engine.language_model import LanguageModel
 from swarmllm.gateway.engine.offered_model import OfferedModel
@@ -357,7 +357,7 @@ def _object(call: CallInAnswer) -> Any:
 
 
 def _line(data: dict[str, Any]) -> bytes:
-    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+    return to_json(data).encode() + b"\n"
 
 
 def error_body(error: ApiError) -> dict[str, Any]:

@@ -5,7 +5,6 @@ and only on request.
 """
 
 import asyncio
-import json
 import math
 import secrets
 import time
@@ -19,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 
 from swarmllm.gateway.apis.chat_request import MAX_TOOLS, ChatMessage, ChatRequest, Tool, picture_urls
 from swarmllm.gateway.apis.request_bodies import Body, CompletionRequest, Harmless, TokenId
-from swarmllm.gateway.apis.responder import Answer, CallInAnswer, Dialect, LargeAnswer, Responder
+from swarmllm.gateway.apis.responder import DONE, Answer, CallInAnswer, Dialect, LargeAnswer, Responder, sse
 from swarmllm.gateway.engine.audio_model import AudioModel
 from swarmllm.gateway.engine.embedding_model import EmbeddingModel
 from swarmllm.gateway.engine.generation import GenerationOptions
@@ -31,18 +30,8 @@ from swarmllm.gateway.routes import JSON, get, post
 from swarmllm.gateway.sampling import TokenLogprob
 from swarmllm.gateway.text import CallPiece, Event, PromptScores, SwarmEvent, TextPiece
 
-DONE = b"data: [DONE]\n\n"
 BY_ID = "token_id:"
 """vLLM's prefix for a token that is named by its id."""
-
-_to_json = json.JSONEncoder(
-    ensure_ascii=False, separators=(",", ":")
-).encode  # json.dumps would make an encoder each time
-
-
-def sse(data: dict[str, Any]) -> bytes:
-    """Encode one server-sent event."""
-    return f"data: {_to_json(data)}\n\n".encode()
 
 
 class OpenAIAnswer(Answer):
@@ -346,10 +335,7 @@ class OpenAI(Dialect):
             tools = [tool.for_template() for tool in body.tools or ()]
             model: OfferedModel = writer
             options = body.chat_template_kwargs or {}
-            if urls := picture_urls(body.messages):
-                ids: list[int] = writer.encode_chat_with_pictures(messages, urls, options, tools)
-            else:
-                ids = writer.encode_chat(messages, options, tools)
+            ids = writer.encode_chat(messages, options, tools, pictures=picture_urls(body.messages))
         else:
             model = self._models.any(body.model)
             ids = model.encode(body.prompt or "", special_tokens=body.add_special_tokens is not False)

@@ -50,7 +50,10 @@ BODY_TIMEOUT_S = 60.0
 MAX_CONTAINERS = 1 << 15
 """Most objects and lists in a body, the same limit as for headers between peers. 4096 messages with a few parts have
 half as many."""
-_dumps = partial(json.dumps, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+DONE = b"data: [DONE]\n\n"
+"""The end of a stream of OpenAI's."""
+to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+"""As json.dumps, which would make an encoder each time."""
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"')
 LARGE_BYTES = 1 << 13
 """A body of at least this size takes milliseconds to check and tokenize: that happens in a thread."""
@@ -357,6 +360,12 @@ async def stream(answering: Answering, answer: Answer) -> AsyncIterator[bytes]:
     yield answer.end()
 
 
+def sse(data: dict[str, Any], kind: str | None = None) -> bytes:
+    """Encode one server-sent event, with its kind as its name."""
+    name = "" if kind is None else f"event: {kind}\n"
+    return f"{name}data: {to_json(data)}\n\n".encode()
+
+
 class LargeAnswer(JSONResponse):
     """JSON that is encoded piece by piece: one call would hold the interpreter for 1 s per million numbers."""
 
@@ -366,10 +375,10 @@ class LargeAnswer(JSONResponse):
 
 def _in_pieces(content: Any) -> str:
     if isinstance(content, dict):
-        return "{" + ",".join(f"{_dumps(name)}:{_in_pieces(value)}" for name, value in content.items()) + "}"
+        return "{" + ",".join(f"{to_json(name)}:{_in_pieces(value)}" for name, value in content.items()) + "}"
     if isinstance(content, list) and content and isinstance(content[0], dict | list):
         return f"[{','.join(map(_in_pieces, content))}]"
-    return _dumps(content)
+    return to_json(content)
 
 
 class UnderWay(Protocol):

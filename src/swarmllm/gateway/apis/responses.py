@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 
 from swarmllm.gateway.apis.chat_request import MAX_TOOLS, ChatRequest, Effort, ToolName
 from swarmllm.gateway.apis.request_bodies import ANYTHING, Body, Harmless
-from swarmllm.gateway.apis.responder import Answer, Dialect, Responder, aside, translated
+from swarmllm.gateway.apis.responder import Answer, Dialect, Responder, aside, sse, translated
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.guard import CALLER
 from swarmllm.gateway.routes import delete, get, post
@@ -339,7 +339,7 @@ class ResponsesAnswer(Answer):
     def _tell(self, kind: str, **data: Any) -> bytes:
         body = {"type": kind, "sequence_number": self._num_events, **data}
         self._num_events += 1
-        return f"event: {kind}\ndata: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+        return sse(body, kind)
 
 
 def _part(kind: str, text: str) -> dict[str, Any]:

@@ -7,7 +7,6 @@ one; closing the socket ends all. After the last chunk comes `{"done": true}`, w
 """
 
 import asyncio
-import json
 from contextlib import suppress
 from typing import Any
 
@@ -17,7 +16,7 @@ from swarmllm.api import SwarmError
 from swarmllm.gateway.apis.chat_request import ChatRequest
 from swarmllm.gateway.apis.openai import OpenAIAnswer
 from swarmllm.gateway.apis.request_bodies import CompletionRequest, unused_fields
-from swarmllm.gateway.apis.responder import Dialect, Responder, aside, read_json
+from swarmllm.gateway.apis.responder import Dialect, Responder, aside, read_json, to_json
 from swarmllm.gateway.engine.engine import Answering
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.guard import CALLER
@@ -159,7 +158,7 @@ class _Conversation:
     async def _send(self, label: Any, message: dict[str, Any]) -> None:
         if label is not None:
             message = {**message, "request": label}
-        await self._socket.send_text(json.dumps(message, separators=(",", ":")))
+        await self._socket.send_text(to_json(message))
 
 
 def _read(data: bytes) -> dict[str, Any]:

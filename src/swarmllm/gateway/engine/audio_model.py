@@ -142,7 +142,7 @@ class TranscriptBuilder:
         self.tell(self._model.text_of(self._tokens).rstrip("\ufffd"))  # a character may be in two pieces
 
     def tell(self, text: str) -> None:
-        """Give on the text up to now, as far as it is new."""
+        """Pass on the new part of the text."""
         if len(text) > self._num_told:
             self._on_text(text[self._num_told :])
             self._num_told = len(text)

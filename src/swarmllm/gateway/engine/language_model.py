@@ -22,12 +22,12 @@ from swarmllm.api import (
     LocalFallback,
     cache_argument,
     decoder_stack,
+    has_vision,
     preferred_stops,
-    sees,
 )
 from swarmllm.gateway.engine.chat_templates import ChatTemplates
 from swarmllm.gateway.engine.offered_model import OfferedModel, Use, opened, shortest
-from swarmllm.gateway.engine.vision import PictureProcessor, PicturePrompt
+from swarmllm.gateway.engine.vision import PictureProcessor
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.output_parsing import (
     BEGIN_THOUGHTS,
@@ -83,7 +83,7 @@ class LanguageModel(OfferedModel):
         with opened(config) as (swarm, tokenizer):
             # `generation` uses the fallback itself, because it reports it to the client.
             fallback, swarm.local_fallback = swarm.local_fallback, None
-            processor = PictureProcessor(config.model, config.revision) if sees(swarm.config) else None
+            processor = PictureProcessor(config.model, config.revision) if has_vision(swarm.config) else None
             return cls(swarm, tokenizer, name=name, max_length=max_length, local=fallback, picture_processor=processor)
 
     def close(self) -> None:
@@ -186,62 +186,41 @@ class LanguageModel(OfferedModel):
         template_options: dict[str, Any],
         tools: Sequence[dict[str, Any]] = (),
         *,
+        pictures: Sequence[str] = (),
         go_on: bool = False,
     ) -> list[int]:
         """Token ids of a conversation, up to the start of the assistant's answer; with `go_on`, up to the end of the
         last message.
 
-        `template_options` are variables of the chat template, like `enable_thinking`.
+        `template_options` are variables of the chat template, like `enable_thinking`. `pictures` are the data URLs of
+        all pictures in the messages; with some, the result is a `PicturePrompt`.
 
         Raises:
-            ConfigurationError: the model has no chat template, or the template refuses these messages.
+            ApiError: the model reads text only, or a picture can't be read.
+            ConfigurationError: there is no chat template, or template, tokenizer or processor refuse these messages.
         """
-        if not self.tokenizer.chat_template:
+        processor = self.picture_processor if pictures else None
+        if processor is not None:
+            template = processor.template
+        elif pictures:
+            message = f"{self.name} reads text only, so leave out what is of type 'image_url'"
+            raise ApiError(400, message, param="messages")
+        elif not self.tokenizer.chat_template:
             raise ConfigurationError(f"{self.name} has no chat template: use /v1/completions")
+        else:
+            template = self.tokenizer.get_chat_template(None, list(tools) or None)
         if self.speaks_harmony:  # its template calls thoughts by another name
             messages = [
                 {"thinking": one["reasoning_content"], **one} if "reasoning_content" in one else one for one in messages
             ]
-        template = self.tokenizer.get_chat_template(None, list(tools) or None)
-        text = self._rendered(template, messages, template_options, tools, go_on=go_on)
+        own = self.tokenizer.special_tokens_map
+        text = self.templates.render(template, messages, tools, given=template_options, own=own, go_on=go_on)
+        if processor is not None:
+            return processor.encode(text, pictures)
         try:
             return list(self.tokenizer(text, add_special_tokens=False).input_ids)
         except (TypeError, ValueError) as error:  # for example, half of a surrogate pair
             raise ConfigurationError(f"the model's tokenizer can't take these messages: {error}") from None
-
-    def _rendered(
-        self,
-        template: str,
-        messages: Sequence[dict[str, Any]],
-        given: dict[str, Any],
-        tools: Sequence[dict[str, Any]],
-        *,
-        go_on: bool,
-    ) -> str:
-        own = self.tokenizer.special_tokens_map
-        return self.templates.render(template, messages, tools, given=given, own=own, go_on=go_on)
-
-    def encode_chat_with_pictures(
-        self,
-        messages: list[dict[str, Any]],
-        urls: Sequence[str],
-        template_options: dict[str, Any],
-        tools: Sequence[dict[str, Any]] = (),
-        *,
-        go_on: bool = False,
-    ) -> PicturePrompt:
-        """Token ids and other inputs of a conversation with pictures; else as `encode_chat`.
-
-        Raises:
-            ApiError: the model reads text only, or a picture can't be read.
-            ConfigurationError: the template or the processor can't take these messages.
-        """
-        if self.picture_processor is None:
-            raise ApiError(
-                400, f"{self.name} reads text only, so leave out what is of type 'image_url'", param="messages"
-            )
-        text = self._rendered(self.picture_processor.template, messages, template_options, tools, go_on=go_on)
-        return self.picture_processor.encode(text, urls)
 
     def reasoning_reader(self, prompt_ids: Sequence[int]) -> ReasoningReader | None:
         """A reader of thoughts for one answer; None: the model writes none."""

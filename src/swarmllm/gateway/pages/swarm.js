@@ -169,7 +169,7 @@ function advice() {
   const [first] = missing.map(([start, end]) => `${start}:${end}`);
   byId("advice").hidden = !first || !swarm.known;
   byId("advice").textContent = first
-    ? `No chat can be answered while ${missing.map((span) => blocksOf(swarm, ...span)).join(", ")} have no server. Start one with: ${swarm.join} --block_indices ${first}`
+    ? `No chat can be answered without a server of ${missing.map((span) => blocksOf(swarm, ...span)).join(", ")}. Start one with: ${swarm.join} --block_indices ${first}`
     : "";
   if (swarm.join && byId("join").textContent !== swarm.join) byId("join").textContent = swarm.join;
 }

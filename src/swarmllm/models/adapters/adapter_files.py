@@ -1,7 +1,7 @@
 """Adapters as peft stores them: adapter_config.json and adapter_model.safetensors, in a directory or on the hub.
 
-Read by servers that offer some to everybody (`server/adapters`). Only what changes linear modules inside
-blocks can be served; everything is checked before any of it is used, and no pickle is ever opened.
+Servers that offer some to every client read them (`server/adapters`). Only changes of linear modules inside blocks can
+be served. Everything is checked before any of it is used, and no pickle is ever opened.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ MAX_NAME_LENGTH = 96
 SAFE_INITS = (None, True, False, "gaussian", "orthogonal")
 """Values of `init_lora_weights` that leave the base weights alone."""
 UNUSUAL = ("use_dora", "use_qalora", "alora_invocation_tokens", "layer_replication", "lora_bias")
-"""Settings that change what an adapter computes, or which blocks there are."""
+"""Settings that change an adapter's computation, or the blocks of the model."""
 KINDS: dict[str, dict[str, tuple[str, ...]]] = {
     "LORA": {"lora": ("lora_A.weight", "lora_B.weight")},
     "IA3": {"ia3": ("ia3_l",)},
@@ -48,17 +48,17 @@ KINDS: dict[str, dict[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True, eq=False)
 class StoredAdapter:
-    """An adapter whose description has been read and found to be of this base model; its values are read when asked."""
+    """An adapter of this base model. Its description has been read and checked; its values are read on demand."""
 
     name: str
     """The hub id or the directory's own name, and a digest of its contents: `name@digest`."""
     patches: tuple[Patch, ...]
-    """Those for all blocks of the model."""
+    """The patches for all blocks of the model."""
     _keys: tuple[tuple[str, ...], ...]
     _path: Path
 
     def values(self, span: Span) -> tuple[tuple[Patch, ...], Tensor]:
-        """The patches for the blocks of `span` and their values, flat, in float32: what `adapters.checked` takes.
+        """The patches for the blocks of `span` and their values, flat, in float32: the arguments of `adapters.checked`.
 
         peft computes with adapters in float32, also on a model of half precision.
         """
@@ -75,7 +75,7 @@ def open_adapter(
     """The adapter of a directory or hub repository, for the blocks of `checkpoint`; reads all of it once.
 
     Raises:
-        ConfigurationError: there is none, or it does what servers can't.
+        ConfigurationError: there is none, or servers can't compute with it.
         BlockWeightsNotFoundError: its weights are missing, or a pickle.
         CorruptWeightsError: its files can't be read.
         WeightsMismatchError: it was made for another base model.
@@ -110,7 +110,7 @@ def open_adapter(
 
 
 def names_of_block_list(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """What the block list is called inside the classes for several tasks: `model.layers`, or only `layers`."""
+    """The names of the block list in the classes for several tasks: `model.layers`, or only `layers`."""
     model = on_meta(blocks_class(checkpoint.config), checkpoint.config)
     blocks = find_blocks(model).blocks
     name = next(name for name, part in model.named_modules() if part is blocks)
@@ -201,7 +201,7 @@ def _patch(
 ) -> Patch:
     scale = 1.0
     if kind == "ia3":
-        kind = "ia3_in" if shapes[0][0] == 1 and shapes[0] != (1, 1) else "ia3_out"  # what peft makes of feed-forwards
+        kind = "ia3_in" if shapes[0][0] == 1 and shapes[0] != (1, 1) else "ia3_out"  # peft's kind for feed-forwards
         shapes = ((math.prod(shapes[0]),),)
     else:
         rank = _of_module(config, "rank_pattern", module, config.get("r"))

@@ -51,15 +51,15 @@ Shapes = tuple[tuple[int, ...], ...]
 MAX_PROMPTS = 1024
 """Positions of deep prompts, or of a prefix. Assumed: papers use up to some hundreds."""
 AUTOCAST = {"bfloat16": torch.bfloat16}
-"""Dtypes that blocks can be run in under autocast, by the paths of patches. Not float16: what overflows there is the
-business of a client's gradient scaler, and would look like a server's mistake."""
+"""Dtypes of blocks under autocast, by the paths of patches. Not float16: an overflow is the business of a client's
+gradient scaler, and would look like a server's mistake."""
 
 KeyValueShapes = Mapping[int, tuple[tuple[int, int], tuple[int, int]]]
 """(heads, head size) of the keys and of the values that a block keeps; blocks that can't have a prefix are missing."""
 
 
 class Inputs(NamedTuple):
-    """How the inputs of one patch's module are used."""
+    """Dropout of the inputs of one patch's module, and the tokens that the patch is for."""
 
     drop: Callable[[Tensor], Tensor] | None = None
     """Dropout of them."""
@@ -81,7 +81,7 @@ def in_and_out_features(module: nn.Module) -> tuple[int, int] | None:
 
 
 def check_shapes(patch: Patch, module: nn.Module, where: str) -> None:
-    """Whether the patch's tensors fit the module.
+    """Check that the patch's tensors fit the module.
 
     Raises:
         RemoteProtocolError: they don't.
@@ -139,7 +139,7 @@ def _lora(module: nn.Module, values: tuple[Tensor, ...], scale: float, how: Inpu
 
 
 def _places(chosen: Tensor, output: Tensor) -> Tensor:
-    """Where tokens are in the outputs of a module, `[batch, seq, features]` or all tokens in a row."""
+    """The places of tokens in the outputs of a module, `[batch, seq, features]` or all tokens in a row."""
     places = tuple(output.shape[:-1])
     if places not in (tuple(chosen.shape), (chosen.numel(),)):
         raise RemoteProtocolError(
@@ -194,7 +194,7 @@ def _kron(module: nn.Module, values: tuple[Tensor, ...], scale: float, _how: Inp
 
 
 def _added(module: nn.Module, delta: Callable[[], Tensor]) -> Any:
-    """A weight `[out, in]` beside the module's own, made for each call."""
+    """A weight `[out, in]` added to the module's own, made for each call."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         weight = delta()
@@ -241,12 +241,12 @@ class BlockAdapter:
 
     @cached_property
     def has_dropout(self) -> bool:
-        """Whether each call with it needs seeds."""
+        """True if each call with it needs seeds."""
         return any(patch.dropout or patch.kind == "dropout" for patch in self.patches)
 
     @cached_property
     def has_numbers(self) -> bool:
-        """Whether each call with it says which tokens are for which patches."""
+        """True if each call with it says which tokens are for which patches."""
         return any(patch.number for patch in self.patches)
 
     @cached_property
@@ -278,7 +278,7 @@ class BlockAdapter:
         )
 
     def indices(self, span: Span) -> list[int]:
-        """Where the tensors of `part(span)` are among all `tensors()`."""
+        """The indices of the tensors of `part(span)` among all `tensors()`."""
         counts = [len(patch.shapes) if patch.block in span else -len(patch.shapes) for patch in self.patches]
         starts = itertools.accumulate((abs(count) for count in counts), initial=0)
         return [start + i for start, count in zip(starts, counts, strict=False) for i in range(count)]
@@ -310,14 +310,14 @@ def checked(
     hidden_size: int | None = None,
     key_value_shapes: KeyValueShapes | None = None,
 ) -> BlockAdapter:
-    """What a client sent, as an adapter for these blocks.
+    """Check a client's patches and values, and make an adapter for these blocks of them.
 
     Args:
         hidden_size: of hidden states `[batch, seq, hidden]`; None: they have another form, or are not known.
-        key_value_shapes: what these blocks keep in a cache; None: they can't have a prefix.
+        key_value_shapes: of these blocks' keys and values in a cache; None: they can't have a prefix.
 
     Raises:
-        RemoteProtocolError: it doesn't fit them.
+        RemoteProtocolError: they don't fit these blocks.
     """
     needed = 0
     _check_prefix([patch for patch in patches if patch.kind == "prefix"], key_value_shapes or {})
@@ -400,17 +400,17 @@ def applied(
     device: str = "cpu",
     source_len: int = 0,
 ) -> Iterator[None]:
-    """Within, the blocks of `span` compute with the adapter.
+    """Within: the blocks of `span` compute with the adapter.
 
     Args:
         past: positions that a cache has; None = there is no cache.
         seeds: `[batch, seq]`, for dropout.
-        numbers: `[batch, seq]`, those of the patches for each token.
-        device: the type of that which the blocks run on.
+        numbers: `[batch, seq]`, the patches' numbers for each token.
+        device: the type of the blocks' device.
         source_len: positions of an encoder's outputs, if the blocks are given some.
 
     Raises:
-        RemoteProtocolError: it has dropout, but there are no seeds, or is for some tokens, but nobody says for which.
+        RemoteProtocolError: it has dropout and there are no seeds, or it is for some tokens and there are no numbers.
     """
     if (seeds is None and adapter.has_dropout) or (numbers is None and adapter.has_numbers):
         missing = "dropout_seeds" if seeds is None and adapter.has_dropout else "adapter_numbers"
@@ -449,7 +449,7 @@ def _inputs_of(patch: Patch, key: int, seeds: Tensor | None, numbers: Tensor | N
 
 
 def _drop_inputs(values: Tensor, *, seeds: Tensor, source_len: int, key: int, rate: float) -> Tensor:
-    """Dropout of a module's inputs, which are of the text, or of what a decoder attends to besides it."""
+    """Dropout of a module's inputs, which belong to the text, or to an encoder's outputs."""
     if source_len and values.shape[:-1] == (len(seeds), source_len):
         seeds = seeds_of_source(seeds, source_len)
     return drop_out(values, seeds, key, rate)
@@ -469,7 +469,7 @@ def _in_the_place_of(block: nn.Module, path: str, value: Tensor) -> Iterator[Non
 
 
 def dropout_key(block_idx: int, path: str, number: int) -> int:
-    """The key of the adapter of that number on a module: what makes its dropout differ from that of others."""
+    """The key of the adapter with that number on a module; it makes its dropout differ from that of others."""
     return zlib.crc32(f"{block_idx}.{path}#{number}".encode()) % SEEDS
 
 

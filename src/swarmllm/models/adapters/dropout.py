@@ -42,9 +42,9 @@ def draw_seeds(batch_size: int, seq_len: int) -> Tensor:
 
 
 def seeds_of_source(seeds: Tensor, source_len: int) -> Tensor:
-    """`[batch, source]`, for what a decoder attends to besides the text of these seeds `[batch, seq]`: by its places.
+    """`[batch, source]`: seeds for the positions of an encoder's outputs, from those of the text `[batch, seq]`.
 
-    All of a text's blocks are given its source with its first tokens, whose first seed makes texts differ.
+    All blocks get the encoder's outputs with a text's first tokens; the first seed makes texts differ.
     """
     places = _mixed(torch.arange(source_len, dtype=torch.int32, device=seeds.device))
     return (_mixed(seeds[:, :1].to(torch.int32, copy=True)) ^ places) & (SEEDS - 1)
@@ -88,7 +88,7 @@ def keep_mask_of_pairs(seeds: Tensor, others: Tensor, num_heads: int, key: int, 
 
 
 def _mixed(bits: Tensor) -> Tensor:
-    """Other 32 bits, of which each depends on all; in place."""
+    """Other 32 bits; each depends on all bits before; in place."""
     for shift, factor in zip((16, 15), _FACTORS, strict=True):
         bits ^= (bits >> shift) & ((1 << (32 - shift)) - 1)  # without the copies of the sign
         bits *= factor
@@ -100,13 +100,13 @@ def _mixed(bits: Tensor) -> Tensor:
 def training(
     blocks: Mapping[int, nn.Module], rates: Mapping[nn.Module, float], seeds: Tensor, *, cached: bool
 ) -> Iterator[None]:
-    """Within, these blocks drop out what the seeds say.
+    """Within: these blocks drop out by the seeds.
 
     Args:
-        rates: dropout modules that shall have another rate than their own.
+        rates: dropout modules with another rate than their own.
         seeds: `[batch, seq]`, of the tokens of the call.
-        cached: whether there is a KV cache, from which earlier tokens may be seen, whose seeds aren't known: keys are
-            told apart by their places then, and by their seeds otherwise, which padding can't move.
+        cached: True if there is a KV cache. Earlier tokens may be in it, and their seeds aren't known. So keys are told
+            apart by their places; without a cache by their seeds, which padding can't move.
     """
     mode = _Seeded(seeds, cached, next(iter(blocks)))
     parts = [part for block in blocks.values() for part in block.modules()]
@@ -118,7 +118,7 @@ def training(
             module.p = rate  # type: ignore[assignment]
         for part in parts:
             undone.callback(setattr, part, "training", part.training)
-            part.training = not isinstance(part, nn.modules.batchnorm._BatchNorm)  # nobody may change its statistics
+            part.training = not isinstance(part, nn.modules.batchnorm._BatchNorm)  # its statistics must not change
         undone.enter_context(mode)
         yield
 
@@ -176,7 +176,7 @@ class _Seeded(TorchFunctionMode):
         """Attention weights `[batch, heads, seq, keys]`."""
         batch, num_heads, seq, num_keys = weights.shape
         places = torch.arange(num_keys).expand(batch, num_keys)
-        if not self._cached and num_keys >= seq:  # those before the text are a prefix's
+        if not self._cached and num_keys >= seq:  # keys before the text are a prefix's
             places = torch.cat([places[:, : num_keys - seq], self._seeds.cpu()], dim=1)
         keep = keep_mask_of_pairs(self._seeds.to(weights.device), places.to(weights.device), num_heads, self._key(), p)
         return weights * keep.to(weights.dtype).div_(1 - p)

@@ -1,9 +1,8 @@
 """A saved adapter merged into its base checkpoint, one block after the other.
 
-Each block is a model of its own for a moment, into which peft itself loads its part of the adapter and merges it: so
-the result is what peft's `merge_and_unload()` makes of the whole model, bit for bit, of every method that can be
-merged, and there is never more than one block in memory, or what is outside of them. Called by
-`commands/merge_adapter`.
+Each block is a model of its own for a moment. peft itself loads its part of the adapter into it and merges it. So the
+result is the same, bit for bit, as that of peft's `merge_and_unload()` on the whole model, for every method that can be
+merged. There is never more than one block in memory, or the part outside of blocks. Called by `commands/merge_adapter`.
 """
 
 import copy
@@ -47,10 +46,10 @@ TASKS = {
     "QUESTION_ANS": Task.QUESTION_ANSWERING,
     "FEATURE_EXTRACTION": Task.FEATURES,
 }
-"""peft's names of tasks whose heads the adapter may bring; of others the class is that of the checkpoint."""
+"""peft's names of tasks whose heads the adapter may bring; for other tasks the checkpoint's class is used."""
 PREFIX = "base_model.model."
 NOT_MERGED = ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "MULTITASK_PROMPT_TUNING", "CPT", "ADAPTION_PROMPT")
-"""Methods that put something before or beside the text instead of changing weights."""
+"""Methods that add something to the text instead of changing weights."""
 MAX_SHARD = "1TB"
 """Each block is one file, as large as it is."""
 
@@ -63,7 +62,7 @@ Told = Callable[[str], None]
 
 
 class SavedAdapter:
-    """An adapter of peft on disk, of which parts are read."""
+    """An adapter of peft on disk, read in parts."""
 
     def __init__(self, source: Source) -> None:
         """Raises: ConfigurationError, WeightsError: it is none, or can't be merged."""
@@ -86,7 +85,7 @@ class SavedAdapter:
             raise CorruptWeightsError(f"{weights} can't be read: {first_line(error)}") from error
 
     def save_part(self, keys: list[str], names: set[str], directory: Path) -> None:
-        """The adapter as if it were for modules of these names alone, whose tensors are `keys`."""
+        """The adapter as if it were for modules of these names alone, with the tensors of `keys`."""
         config = dict(self.config)
         if config["peft_type"] == "ADALORA" and config.get("rank_pattern"):  # it wants the modules of all of them
             kept = {name: ranks for name, ranks in config["rank_pattern"].items() if _module_of(name, names)}
@@ -112,8 +111,8 @@ class Merging:
         """Raises: SwarmError: they don't go together."""
         if checkpoint.comes_packed:
             raise ConfigurationError(
-                f"the weights of {checkpoint.public_name} are stored in few bits, to which what is merged would be "
-                "rounded: give the base in 16 or 32 bits"
+                f"the weights of {checkpoint.public_name} are stored in few bits, and merged weights would be "
+                "rounded to them: give the base in 16 or 32 bits"
             )
         if adapter.fingerprint not in (None, fingerprint(checkpoint)):
             raise WeightsMismatchError(
@@ -134,7 +133,8 @@ class Merging:
         self._keys = self._by_block({name for name, _ in model.named_modules()})
 
     def _by_block(self, names: set[str]) -> dict[int | None, list[str]]:
-        """The adapter's tensors of each block, and (None) of what is outside; those of no module belong to all."""
+        """The adapter's tensors of each block, and (None) those outside of blocks; a tensor of no module belongs to
+        all."""
         found: dict[int | None, list[str]] = {None: [], **{idx: [] for idx in range(len(self._blocks))}}
         shared = []
         for key in sorted(self.adapter.shapes):
@@ -149,7 +149,7 @@ class Merging:
         return {part: [*keys, *shared] if keys else [] for part, keys in found.items()}
 
     def parts(self) -> Iterator[PreTrainedModel]:
-        """What is outside of blocks, and each block, merged."""
+        """The part outside of blocks, and each block, merged."""
         yield self._merged(pruned(self.cls, drop_blocks), None)
         for block_idx in range(len(self._blocks)):
             yield self._merged(pruned(self.cls, prune_to_span(Span(block_idx, block_idx + 1))), block_idx)
@@ -164,7 +164,7 @@ class Merging:
         if not self._keys[block_idx]:
             return model
         with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what belongs to other blocks
+            warnings.simplefilter("ignore")  # about tensors of other blocks
             names = {name for name, _ in model.named_modules()}
             self.adapter.save_part(self._keys[block_idx], names, Path(directory))
             try:

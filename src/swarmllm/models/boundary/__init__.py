@@ -1,8 +1,8 @@
-"""What passes between two blocks that are in different processes.
+"""Everything that passes between two blocks in different processes.
 
-block_inputs       hidden states, masks and positions of one forward call
-pictures           what pictures are to blocks besides hidden states
+block_inputs       hidden states, masks and positions of one forward call; where a call may be cut
+pictures           masks of pictures, and features that are added between blocks
 phantom_cache      the KV cache of blocks that are elsewhere
-inner_states       what passes between the blocks of one call, for those who ask
-activation_log     what has passed during a session, for the replay
+inner_states       checks of activations; outputs and attention weights of the blocks of a call
+activation_log     the inputs of a session at one boundary, for the replay
 """

@@ -1,9 +1,10 @@
-"""What has passed one boundary between blocks during a session, kept so that a new server can rebuild its KV cache.
+"""A log of everything that has passed one boundary between blocks in a session, so that a new server can rebuild its
+cache.
 
-A server keeps what it sent to its successor, the client what it sent to the first server. The log follows the session:
-rollbacks cut it, changes of the batch's rows are noted and applied only when somebody replays. Of the attention masks,
-which every step brings whole, those are kept that no later one begins with: one, as long as nobody changes it. Steps
-that were computed with other frequencies of their positions (`cutting.arithmetic`) are never joined.
+A server logs its outputs for its successor, the client its inputs of the first server. The log follows the session: a
+rollback cuts it; changes of the batch's rows are noted, and applied only at a replay. Every step brings a whole
+attention mask. The log keeps a mask only if no later one begins with it: one mask, if the session never changes it.
+Steps that were computed with different frequencies of their positions (`block_inputs.arithmetic`) are never joined.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,7 +36,7 @@ class _Alike:
     mask: Tensor | None
     """`[batch, end]`, for today's rows; or one with more axes, of a single step. None hides nothing."""
     beside: frozenset[str] = frozenset()
-    """What else all of these steps have."""
+    """More fields that all of these steps have."""
 
     def take_in(self, step: "_Alike", seq_len: int) -> bool:
         """Add the next step, of `seq_len` positions, unless its mask shows or hides something else before it."""
@@ -83,7 +84,7 @@ class ActivationLog:
         return last.inputs.batch_size if last.order is None else len(last.order)
 
     def append(self, position: int, inputs: BlockInputs) -> None:
-        """Note what followed the first `position` positions; whatever the log had behind them is forgotten."""
+        """Log the call that follows the first `position` positions; everything logged after them is forgotten."""
         self.rollback(position)
         if position != self.length:
             raise ValueError(f"can't append at position {position} to a log of {self.length}")
@@ -111,12 +112,12 @@ class ActivationLog:
         last.order = _compose(last.order, dropped)
 
     def _rest(self, position: int) -> BlockInputs:
-        """What would be left of the step that holds this position."""
+        """The rest of the step that holds this position."""
         step = next(entry for entry in reversed(self._entries) if entry.position < position)
         return step.inputs.columns(0, position - step.position, step.position, self._traits)
 
     def _note_other_arithmetic(self, last: _Entry) -> None:
-        """What is left of the last step may be too short to be computed as all of it was."""
+        """Note a last step whose rest may be too short to be computed as the whole step was."""
         alike, now = self._alike[-1], arithmetic(last.inputs, last.position, self._traits)
         if now == alike.arithmetic:
             return
@@ -127,7 +128,7 @@ class ActivationLog:
         self._alike[-1].arithmetic = now
 
     def goes_back_alike(self, position: int) -> bool:
-        """Whether the positions before this one, computed by themselves, would come out as they did."""
+        """True if the positions before this one have the same results when they are computed alone."""
         if not 0 < position < self.length or self._traits.even_length == inf:
             return True
         (alike,) = [one for one in self._alike if one.start < position][-1:]
@@ -135,7 +136,7 @@ class ActivationLog:
         return arithmetic(self._rest(position), start, self._traits) == alike.arithmetic
 
     def was_computed_as(self, length: int, position: int) -> bool:
-        """Whether all before `position` was computed as a call of that length would compute it."""
+        """True if all positions before `position` were computed as a call of that length would compute them."""
         wanted = self._traits.arithmetic(length)
         return all(one.arithmetic == wanted for one in self._alike if one.start < position)
 
@@ -155,10 +156,10 @@ class ActivationLog:
                 yield past + start, call.columns(start, end, past, self._traits)
 
     def calls(self) -> list[tuple[int, BlockInputs]]:
-        """(position, inputs) of all that is logged, with today's rows, in as few calls as it can be computed with.
+        """(position, inputs) of everything that is logged, with today's rows, in as few calls as possible.
 
-        That is one, unless a step's mask showed or hid something that an earlier one's didn't, or the text has become
-        so long that its later steps were computed otherwise.
+        That is one call, unless a step's mask shows or hides something differently than an earlier one's, or the text
+        has become so long that its later steps were computed differently.
         """
         if not self._entries:
             return []
@@ -175,7 +176,7 @@ class ActivationLog:
         ]
 
     def _joined(self, steps: Sequence[tuple[int, BlockInputs]], mask: Tensor | None) -> BlockInputs:
-        """One call that does what these (position, inputs) did."""
+        """One call with the same effect as these (position, inputs)."""
         pieces = [piece for _, piece in steps]
         last, seq_axis = pieces[-1], self._traits.batch_axis + 1
         beside: dict[str, Any] = {
@@ -212,7 +213,7 @@ def _joined_positions(steps: Sequence[tuple[int, BlockInputs]]) -> Tensor | None
 
 
 def _same(first: Tensor | None, second: Tensor | None) -> bool:
-    """Whether two masks hide the same; None hides nothing."""
+    """True if two masks hide the same; None hides nothing."""
     if first is None or second is None:
         given = second if first is None else first
         return given is None or bool(given.all())
@@ -220,14 +221,14 @@ def _same(first: Tensor | None, second: Tensor | None) -> bool:
 
 
 def _owned(tensor: Tensor | None) -> Tensor | None:
-    """A copy of what is a small part of a larger memory: a message's, which would live as long as the log."""
+    """A copy of a tensor that is a small part of a larger memory: a message, which would live as long as the log."""
     if tensor is None or tensor.untyped_storage().nbytes() <= 2 * tensor.nbytes:
         return tensor
     return tensor.clone()
 
 
 def _compose(first: Tensor | None, then: Tensor | None) -> Tensor | None:
-    """The one selection of rows that does what `first` and `then` do one after the other."""
+    """The selection of rows with the effect of `first` and then `then`."""
     if first is None or then is None:
         return then if first is None else first
     return first[then]

@@ -37,13 +37,13 @@ AXES = {
     "deepstack": (0, 1),
     "deepstack_mask": (0, 1),
 }
-"""Batch and sequence axis of the tensors that travel beside the hidden states and the mask."""
+"""Batch and sequence axis of the tensors that travel with the hidden states and the mask."""
 
 SOURCE = ("encoder_hidden_states", "encoder_attention_mask")
-"""What the blocks of a decoder attend to besides the text itself, where the model has an encoder."""
+"""The encoder's outputs and their mask, for the blocks of a decoder."""
 
 BESIDE = ("inputs_embeds", "encoder_hidden_states", "per_layer_inputs", "deepstack")
-"""What all servers of a route are given besides hidden states, and so have gradients of that add up."""
+"""Tensors that all servers of a route get besides hidden states; their gradients add up."""
 
 
 def queued_copy(tensor: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def queued_copy(tensor: Tensor) -> Tensor:
 
 
 def in_host_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same tensors, those on a device as copies; returns when all are there."""
+    """The same tensors in host memory; tensors on a device are copied. Returns when all copies are complete."""
     copies = [tensor if tensor.device.type == "cpu" else queued_copy(tensor.detach()) for tensor in tensors]
     for device in {tensor.device for tensor in tensors} - {torch.device("cpu")}:
         torch.accelerator.current_stream(device).synchronize()
@@ -86,14 +86,15 @@ class BlockInputs:
     inputs_embeds: Tensor | None = None
     """`[batch, seq, embedding]`; only if the blocks need it."""
     encoder_hidden_states: Tensor | None = None
-    """`[batch, source, hidden]`; in a session with the first positions alone, whose blocks keep it."""
+    """`[batch, encoder positions, hidden]`; in a session only with the first positions, as blocks keep it."""
     encoder_attention_mask: Tensor | None = None
-    """`[batch, source]`."""
+    """`[batch, encoder positions]`."""
     per_layer_inputs: Tensor | None = None
-    """`[batch, seq, blocks, …]`: what Gemma 4 has of each token for each block, in place of `input_ids`, where a
-    picture may have no token."""
+    """`[batch, seq, blocks, …]`: Gemma 4's values of each token for each block, in place of `input_ids`: a picture may
+    have no token."""
     deepstack: Tensor | None = None
-    """`[batch, seq, levels, hidden]`: what is added between blocks where there are pictures (`boundary/pictures`)."""
+    """`[batch, seq, levels, hidden]`: values added between blocks at the positions of pictures
+    (`boundary/pictures`)."""
     deepstack_mask: Tensor | None = None
     """`[batch, seq]` or `[batch, seq, …]` of bool: where there are pictures."""
     deepstack_at: Tensor | None = None
@@ -103,15 +104,15 @@ class BlockInputs:
     adapter_numbers: Tensor | None = None
     """`[batch, seq]`; only if the adapter has patches for some tokens (`Patch.number`)."""
     adapter: BlockAdapter | None = None
-    """What the blocks shall compute with besides their weights; travels apart, by handle."""
+    """The adapter that the blocks compute with; it travels separately, by handle."""
     trained: tuple[Tensor, ...] = ()
     """Parameters that `adapter.tensors()` are copies of, in their order, on a client; gradients go to them."""
     inner: InnerStates | None = None
-    """What is wanted of the blocks besides their result, and where it is put."""
+    """A request for outputs and attention weights of blocks, and the place for them."""
     whole: bool = False
-    """Whether the caller, a client's model, looks at outputs of padding; otherwise they needn't be computed."""
+    """True if the caller, a client's model, looks at outputs of padding; otherwise they needn't be computed."""
     of_texts_alone: bool = False
-    """Whether it is known that nobody looks at outputs of padding."""
+    """True if it is known that no code looks at outputs of padding."""
 
     @property
     def num_prefix(self) -> int:
@@ -129,12 +130,13 @@ class BlockInputs:
         return self.seq_len + self.num_prefix
 
     def has_ones_mask(self, past: int) -> bool:
-        """Whether a server can make the mask itself; to read it once more costs less than to send it every time."""
+        """True if a server can make the mask itself: reading it once more costs less than sending it every time."""
         mask, shape = self.attention_mask, (self.batch_size, past + self.seq_len)
         return mask is not None and mask.dtype == torch.int64 and mask.shape == shape and bool(mask.all())
 
     def looks_ahead(self, past: int) -> bool:
-        """Whether some positions see later ones (those of one picture see each other), so that a prompt stays whole."""
+        """True if some positions attend to later ones (for example those of one picture), so that a prompt stays
+        whole."""
         mask = self.attention_mask
         if mask is None or mask.ndim == 2:
             return False
@@ -142,12 +144,12 @@ class BlockInputs:
         return bool(shown.triu(past + 1).any())
 
     def tensors(self) -> dict[str, Tensor]:
-        """What has to be encoded."""
+        """The tensors to encode, by name."""
         values = ((name, getattr(self, name)) for name in TENSOR_NAMES)
         return {name: value for name, value in values if value is not None}
 
     def source(self) -> dict[str, Tensor]:
-        """What was given of `SOURCE`."""
+        """The fields of `SOURCE` that were given."""
         return {name: tensor for name, tensor in self.source_fields().items() if tensor is not None}
 
     def source_fields(self) -> dict[str, Any]:
@@ -156,7 +158,7 @@ class BlockInputs:
 
     @property
     def source_len(self) -> int:
-        """Positions of the source; 0: there is none, or it has been given before."""
+        """Positions of the encoder's outputs; 0: there are none, or they have been given before."""
         return 0 if self.encoder_hidden_states is None else self.encoder_hidden_states.shape[1]
 
     def without_source(self) -> Self:
@@ -191,7 +193,7 @@ class BlockInputs:
         return replace(detached, **known)
 
     def copied(self) -> Self:
-        """The same, with tensors of its own: what callers change in place later changes nothing here."""
+        """The same call with tensors of its own: later changes in place by callers change nothing here."""
         detached = self.detached()
         return detached.with_tensors({name: tensor.clone() for name, tensor in detached.tensors().items()})
 
@@ -279,9 +281,9 @@ TENSOR_NAMES = tuple(field.name for field in fields(BlockInputs) if field.name n
 
 
 def check_mask(mask: Tensor, batch_size: int, seq_len: int, past: int) -> None:
-    """Whether it has a column for each of the `past` positions and of the call's, no more and no fewer.
+    """Check that a mask has a column for each of the `past` positions and of the call's, no more and no fewer.
 
-    Models pad and cut masks of another width without a word.
+    Models pad and cut masks of another width without an error.
 
     Raises:
         ConfigurationError: it hasn't.
@@ -301,7 +303,8 @@ def check_mask(mask: Tensor, batch_size: int, seq_len: int, past: int) -> None:
 
 
 def arithmetic(inputs: BlockInputs, past: int, traits: BlockTraits) -> int:
-    """Equal for calls whose positions are computed alike; this one follows `past` positions of text."""
+    """A number that is equal for calls with the same frequencies of positions; this call follows `past` positions of
+    text."""
     if traits.even_length == inf:
         return 0
     if inputs.position_ids is None:
@@ -310,7 +313,7 @@ def arithmetic(inputs: BlockInputs, past: int, traits: BlockTraits) -> int:
 
 
 def uncut(inputs: BlockInputs, past: int, traits: BlockTraits) -> int:
-    """Positions of the shortest first piece; behind it the call may be cut anywhere. All of them: it stays whole."""
+    """Positions of the shortest first piece; after it the call may be cut anywhere. If it is the whole, no cut."""
     if not traits.chunked_prefill or inputs.looks_ahead(past):
         return inputs.seq_len
     if traits.even_length == inf:

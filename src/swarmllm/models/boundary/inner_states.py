@@ -23,17 +23,17 @@ MAX_ABS = 1e6
 """Largest magnitude of a hidden state. Assumed: "massive activations" of today's models reach some ten thousand."""
 
 ANSWER_BYTES = 32 << 20
-"""What a client asks for at a time, if it can ask in pieces. Assumed: much more than a message costs, and little enough
-for a server that answers several."""
+"""Bytes that a client asks for at a time, if it can ask in pieces. Assumed: much larger than a message's overhead, and
+small enough for a server that answers several clients."""
 MAX_ANSWER_BYTES = 128 << 20
-"""What a server answers to one request: a quarter of what one peer may have under way there."""
+"""Most bytes of a server's answer to one request: a quarter of the bytes that one peer may have under way there."""
 MAX_HEADS = 4096
 MAX_PLACE = 15
 """As in `wire/messages`."""
 
 Map = tuple[int, int, Tensor]
-"""Block, place, weights `[batch, heads, seq, past + seq]`. Place 0: found inside the block; k: the k-th of the values
-that the block returns beside its hidden states, which is where transformers' older models look for them."""
+"""Block, place, weights `[batch, heads, seq, past + seq]`. Place 0: found inside the block. Place k: the k-th value
+that the block returns after its hidden states; transformers' older models look for weights there."""
 Described = tuple[tuple[int, int, tuple[int, ...]], ...]
 """(block, place, shape) of each tensor of weights."""
 
@@ -66,7 +66,7 @@ def checked(
 
 
 def plausible(values: Tensor, batch_axis: int, attention_mask: Tensor | None = None, max_abs: float = MAX_ABS) -> bool:
-    """Whether all values at positions that are not padding are numbers of at most `max_abs`."""
+    """True if all values at positions that are not padding are numbers of at most `max_abs`."""
     return _bounded(values, max_abs) or (
         attention_mask is not None
         and attention_mask.ndim == 2
@@ -88,13 +88,13 @@ def _shown(values: Tensor, attention_mask: Tensor, batch_axis: int) -> Tensor:
 
 
 class InnerStates:
-    """The wish of one call, and what was found."""
+    """The request for inner states of one call, and the found ones."""
 
     def __init__(self, outputs: Collection[int], *, attentions: bool = False, num_heads: int = 1) -> None:
         self.outputs = frozenset(outputs)
-        """Blocks whose outputs are wanted."""
+        """Blocks whose outputs are requested."""
         self.attentions = attentions
-        """Whether the attention weights of all blocks are."""
+        """True if the attention weights of all blocks are requested."""
         self.num_heads = num_heads
         """Heads of one block, to estimate sizes."""
         self.found: dict[int, Tensor] = {}
@@ -107,22 +107,23 @@ class InnerStates:
         return type(self)(self.outputs, attentions=self.attentions, num_heads=self.num_heads)
 
     def within(self, span: Span) -> list[int]:
-        """Blocks of `span` whose outputs are wanted."""
+        """Blocks of `span` whose outputs are requested."""
         return [block_idx for block_idx in span if block_idx in self.outputs]
 
     def wants(self, span: Span) -> bool:
-        """Whether anything is wanted of these blocks."""
+        """True if anything is requested of these blocks."""
         return self.attentions or bool(self.within(span))
 
     def num_bytes(self, span: Span, batch_size: int, seq_len: int, past: int, position_bytes: int) -> int:
-        """Memory of what is wanted of these blocks, whose hidden states take `position_bytes` for each position."""
+        """Memory of everything requested of these blocks; their hidden states take `position_bytes` for each
+        position."""
         of_outputs = len(self.within(span)) * batch_size * seq_len * position_bytes
         if not self.attentions:
             return of_outputs
         return of_outputs + len(span) * batch_size * self.num_heads * seq_len * (past + seq_len) * 4
 
     def join(self, parts: Sequence["InnerStates | None"], axis: int) -> None:
-        """Take over what the pieces of this call have found; `axis` is the one of hidden states that was cut.
+        """Join the states that the pieces of this call have found; `axis` is the axis of hidden states that was cut.
 
         Attention weights can only be cut along the batch.
         """
@@ -145,7 +146,7 @@ class InnerStates:
             self.maps[block_idx] = [(idx, place, one.to(device)) for idx, place, one in maps]
 
     def copy(self, span: Span, like: Tensor) -> None:
-        """Make what was found in these blocks the caller's own, where and in what dtype `like` is."""
+        """Copy the states found in these blocks to the device and dtype of `like`."""
         device, dtype = like.device, like.dtype
         for block_idx in self.within(span):
             self.found[block_idx] = self.found[block_idx].clone().to(device, dtype)
@@ -156,7 +157,7 @@ class InnerStates:
     # ------------------------------------------------------------------ as an answer
 
     def as_answer(self, span: Span) -> tuple[tuple[int, ...], Described, dict[str, Tensor]]:
-        """What was found in these blocks: blocks whose outputs are there, attention weights described, tensors.
+        """The states found in these blocks: (blocks with outputs, descriptions of attention weights, tensors).
 
         Raises:
             ConfigurationError: outputs of these blocks don't fit into one tensor.
@@ -184,7 +185,7 @@ class InnerStates:
         mask: Tensor | None,
         peer_id: str,
     ) -> None:
-        """Take what a server has answered about its blocks, after making sure that it can be that.
+        """Check a server's answer about its blocks, and put it into this object.
 
         Args:
             like: hidden states of this call.
@@ -214,7 +215,7 @@ class InnerStates:
 
 
 def fits_attention(weights: Tensor, batch_size: int, seq_len: int, end: int) -> bool:
-    """Whether these can be attention weights `[batch, heads, seq, up to end]`."""
+    """True if these can be attention weights `[batch, heads, seq, up to end]`."""
     if weights.ndim != 4 or not weights.is_floating_point():
         return False
     rows, heads, queries, keys = weights.shape

@@ -21,9 +21,9 @@ class PhantomCache(DynamicCache):
     num_prefix = 0
     """Positions at its beginning that no text has filled (`adapters/block_adapter`, prefix)."""
     whole_masks = False
-    """Whether masks have a column for each position, those out of a sliding window included: servers cut them."""
+    """True if masks have a column for each position, also outside of a sliding window: servers cut them."""
     cross: DynamicCache | None = None
-    """Keys and values of what comes from an encoder, in a decoder that has one."""
+    """Keys and values of an encoder's outputs, in a decoder that has an encoder."""
 
     def __init__(self, config: PreTrainedConfig, real: Container[int] = ()) -> None:
         """`real`: blocks that keep the layers which transformers has made for them."""
@@ -36,7 +36,7 @@ class PhantomCache(DynamicCache):
 
     @property
     def length(self) -> int:
-        """Positions that all blocks of this cache have seen, a prefix included: what the model's code counts."""
+        """Positions that all blocks of this cache have seen, a prefix included; the model's code counts these."""
         raise NotImplementedError
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
@@ -47,7 +47,7 @@ class PhantomSource(DynamicCache):
     """Keys and values of an encoder's outputs that are in the caches of several sessions: for their one forward."""
 
     def __init__(self, owner: Any) -> None:
-        """`owner.source_part(name, layer_idx)` gives what a block shall take for its "keys" and "values"."""
+        """`owner.source_part(name, layer_idx)` returns the "keys" or "values" for a block."""
         super().__init__()
         self.layers: list[Any] = [_SourceLayer(owner, layer_idx) for layer_idx in range(len(owner.layers))]
 
@@ -57,7 +57,7 @@ class PhantomSource(DynamicCache):
 
 
 class _SourceLayer:
-    """Those of one block."""
+    """The encoder's keys and values of one block."""
 
     def __init__(self, owner: Any, layer_idx: int) -> None:
         self._owner, self._layer_idx = weakref.proxy(owner), layer_idx

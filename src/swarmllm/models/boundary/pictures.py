@@ -1,13 +1,13 @@
-"""What a model that sees gives its text model besides embeddings, as tensors that travel, and back.
+"""Inputs of a text model besides embeddings, in a model with vision: as tensors that travel, and back.
 
-    masks of several kinds         a dict with a mask for each kind of block (Gemma 3: positions of a picture see each
-                                   other) → `attention_mask` and `mask_kinds`
-    what is added between blocks   outputs of inner blocks of the tower, at the positions of pictures (Qwen3-VL: one
+    masks of several kinds         a dict with a mask for each kind of block (Gemma 3: positions of a picture attend to
+                                   each other) → `attention_mask` and `mask_kinds`
+    values added between blocks    outputs of inner blocks of the tower, at the positions of pictures (Qwen3-VL: one
                                    list entry for each of the first blocks, Granite: a dict by block) → `deepstack`,
                                    `deepstack_mask` and `deepstack_at`
 
-The names of arguments are read from the signature of the text model's forward. Used by `shell/stack_forward` in one
-direction, by `span/block_span` in the other.
+The names of arguments are read from the signature of the text model's forward. `shell/stack_forward` packs,
+`span/block_span` unpacks.
 """
 
 import inspect
@@ -27,16 +27,17 @@ _DEEPSTACK, _MASKS = "deepstack", ("visual_pos_masks", "vision_mask")
 
 @dataclass(frozen=True)
 class DeepstackArguments:
-    """The two arguments of a text model's forward for what is added between its blocks."""
+    """The two arguments of a text model's forward for values that are added between its blocks."""
 
     features: str
     mask: str
     by_block: bool
-    """Whether the features are a dict by block, added before it, or a list, added after each of the first blocks."""
+    """True if the features are a dict by block, added before it; False if a list, added after each of the first
+    blocks."""
 
     @classmethod
     def of(cls, stack: nn.Module) -> "DeepstackArguments | None":
-        """Those that the forward of `stack` takes; None: it takes none."""
+        """The arguments that the forward of `stack` takes; None: it takes none."""
         parameters = inspect.signature(stack.forward).parameters
         features = next((name for name in parameters if name.startswith(_DEEPSTACK)), None)
         mask = next((name for name in _MASKS if name in parameters), None)
@@ -45,10 +46,10 @@ class DeepstackArguments:
         return cls(features, mask, "dict" in str(parameters[features].annotation))
 
     def pack(self, kwargs: Mapping[str, Any], num_blocks: int) -> dict[str, Tensor]:
-        """The tensors to send for these arguments; gradients flow to what they are made of.
+        """The tensors to send for these arguments; gradients flow to the arguments.
 
         Raises:
-            ConfigurationError: something would be added behind the last block, where nobody does it.
+            ConfigurationError: something would be added after the last block, where no server does it.
         """
         features, mask = kwargs.get(self.features), kwargs.get(self.mask)
         if features is None or mask is None:
@@ -58,7 +59,7 @@ class DeepstackArguments:
             return {}
         if max(levels) >= num_blocks - (not self.by_block):
             raise ConfigurationError(
-                f"this model adds what it sees after block {max(levels)} of {num_blocks}, where no server could"
+                f"this model adds features of pictures after block {max(levels)} of {num_blocks}, where no server can"
             )
         where = mask if mask.ndim == 2 else mask[..., 0]
         first = next(iter(levels.values()))
@@ -86,10 +87,10 @@ def mask_names(config: PreTrainedConfig) -> list[str]:
 
 
 def pack_masks(masks: Mapping[str, Tensor | None], config: PreTrainedConfig) -> dict[str, Tensor]:
-    """The tensors to send for a dict of masks; a kind without a mask hides nothing but what comes later.
+    """The tensors to send for a dict of masks; a kind without a mask hides only later positions.
 
     Raises:
-        ConfigurationError: a mask is of another form.
+        ConfigurationError: a mask has another form.
     """
     names = mask_names(config)
     given = {name: mask for name, mask in masks.items() if mask is not None and name in names}

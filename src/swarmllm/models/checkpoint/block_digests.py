@@ -1,7 +1,8 @@
-"""A digest of each block, of every byte that is stored for it, taken while the block is read.
+"""A digest of each block, of every byte that is stored for it, computed while the block is read.
 
-The same for whoever reads the same files, whatever format, dtype or device the blocks are kept in. It tells apart what
-differs by accident (another fine-tune, a damaged file); whoever wants to lie about it can. Made by `span/loading`.
+Two servers that read the same files have the same digests, in whatever format, dtype or device they keep the blocks. A
+digest shows what differs by accident (another fine-tune, a damaged file); a server that wants to lie about it can.
+`span/loading` makes them.
 """
 
 import base64
@@ -21,7 +22,7 @@ from swarmllm.models.architecture import find_blocks, hosted_stack
 
 
 class BlockDigests:
-    """Checksums of what has been read so far; used by `with`, as a thread beside the loader's computes them."""
+    """Checksums of everything read so far. Use it with `with`: a thread computes them during loading."""
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, str], Future[int]] = {}
@@ -36,9 +37,9 @@ class BlockDigests:
         self._beside.shutdown(cancel_futures=True)
 
     def expect(self, model: PreTrainedModel, parameters: Mapping[str, str]) -> None:
-        """Which weights are going to be read, and as which parameters of the model. More than once for more models.
+        """Note the weights that are going to be read, and their parameters in the model; once for each model.
 
-        Buffers don't count: some versions of transformers read what others compute.
+        Buffers don't count: some versions of transformers read a buffer that others compute.
         """
         blocks, first = find_blocks(model).blocks, hosted_stack(model).span.start
         prefix = next(f"{name}." for name, module in model.named_modules() if module is blocks)
@@ -52,7 +53,7 @@ class BlockDigests:
     def on_read(self, weight: str, stored: str, tensor: torch.Tensor) -> None:
         """Take note of one of the tensors that a weight is stored as."""
         if weight in self._block_of and (weight, stored) not in self._sums:
-            wait(self._latest)  # else a loader that is faster fills the memory with what is still to be summed
+            wait(self._latest)  # or a faster loader fills the memory with tensors to be summed
             self._sums[weight, stored] = self._beside.submit(_checksum, tensor)
             self._latest = [self._sums[weight, stored]]
 
@@ -67,7 +68,7 @@ class BlockDigests:
 
 def _checksum(tensor: torch.Tensor) -> int:
     """Measured: 3 GB/s on one core, where SHA-256 has 1.4 and quantizing 0.5."""
-    # A last axis of 1 can be viewed as bytes in every layout, those of pickled checkpoints included.
+    # A last axis of 1 can be viewed as bytes in every layout, also those of pickled checkpoints.
     return zlib.crc32(np.ascontiguousarray(tensor.unsqueeze(-1).view(torch.uint8).numpy()).data)
 
 

@@ -1,12 +1,12 @@
 """A checkpoint on the hub or in a directory: its config, its index, its tokenizer, and access to single tensors.
 
-Files are downloaded or opened only when a tensor in them is asked for, so a server touches the shards of its blocks
-and a client those of the embeddings, norm and head. Foreign errors (safetensors, pickle, transformers) become ours
-here. Called by `span/loading` and `shell/loading`; knows no network of our own.
+A file is downloaded or opened only when one of its tensors is asked for. So a server touches the shards of its blocks,
+and a client those of embeddings, norm and head. Foreign errors (safetensors, pickle, transformers) become ours here.
+Called by `span/loading` and `shell/loading`; knows no network of our own.
 
-`OpenedFiles` remembers samples of the files as they were when the checkpoint was opened. They are compared with those
-of other machines (`fingerprint`), and with the same files later: a process that runs for weeks must not load blocks of
-new files beside those of the old ones.
+`OpenedFiles` keeps samples of the files from the moment when the checkpoint was opened. They are compared with those of
+other machines (`fingerprint`), and with the same files later: a process that runs for weeks must not load blocks of new
+files together with blocks of old ones.
 """
 
 import copy
@@ -44,17 +44,18 @@ _MOST = (
     (re.compile(r"size|dim|heads|embd|d_model|d_ff|rank|inner|width|kernel|channels"), 1 << 20),
     (re.compile(r""), 1 << 53),
 )
-"""How large numbers of these names may be: some hundred times what models have. Assumed. Modules and tables of that
-many entries are made before the weights, which don't fit them, are looked at."""
+"""Limits of numbers with these names: some hundred times those of models. Assumed. Modules and tables of that size are
+made before the weights, which wouldn't fit them, are read."""
 SAME_AS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 """Model types that aren't transformers' own, although their architectures are."""
 
 SPOT_BYTES = 2048
 SPOTS = 4
-"""In each tensor, at least, so that each part of queries, keys and values in one tensor has one. A fine-tune changes
-most numbers of what it changes at all: of 4096 in bfloat16, a change of a hundredth is missed once in 10^17 times."""
+"""Fewest samples of each tensor, so that queries, keys and values in one tensor have one each. A fine-tune changes most
+numbers of a tensor that it changes: with 4096 numbers in bfloat16, a change by a hundredth is missed once in 10^17
+times."""
 BYTES_PER_SPOT = 16 << 20
-"""In larger tensors there are more spots: some are the experts of a block, of which a fine-tune may change a few."""
+"""Larger tensors have more samples: some hold the experts of a block, and a fine-tune may change a few of these."""
 
 Stamp = tuple[int, int, int]
 
@@ -65,17 +66,17 @@ class Checkpoint:
     """Read access to one checkpoint."""
 
     def __init__(self, source: Source, config: PreTrainedConfig, files: StoredFiles, filename: str = "") -> None:
-        """`filename` is a part of its name, where the source has several checkpoints."""
+        """`filename` is a part of its name, if the directory or repository has several checkpoints."""
         self._source, self._files = source, files
         self._stored_names: Mapping[str, str] = {}
         self.config = config
-        """Without a word of how the weights are stored: what is read from here is put together already."""
+        """The config without anything about the storage of weights: tensors read from here are complete weights."""
         self.comes_packed = files.comes_packed
-        """Whether weights are stored in few bits, and may stay so."""
+        """True if weights are stored in few bits, and may stay so."""
         self.name = f"{source.name}/{filename}" if filename else source.name
         """The hub id or directory (with the file, if it is GGUF), as this machine knows it."""
         self.public_name = source.public_name
-        """What the swarm is told: the hub id, or a directory's or file's own name without the path to it."""
+        """The name that the swarm is told: the hub id, or the name of a directory or file without the path to it."""
         if filename:
             self.public_name = f"{source.public_name}/{source.folder}{filename}" if source.commit else filename
         config._name_or_path = self.name
@@ -90,7 +91,7 @@ class Checkpoint:
 
     @property
     def place(self) -> str:
-        """What `--model` takes for it in whatever directory of this machine: the hub id, or the whole path."""
+        """A value of `--model` that works in every directory of this machine: the hub id, or the whole path."""
         is_local = self._source.is_local and self._source.commit is None
         return str(Path(self.name).absolute()) if is_local else self.public_name
 
@@ -118,8 +119,8 @@ class Checkpoint:
     ) -> dict[str, Any]:
         """Lazy tensors (`lazy[...]` reads) of the given names; opens only the files that hold them.
 
-        Weights in few bits are dequantized to float32, or stay packed where that can be, for blocks that compute in
-        `packed_for`. `on_read` sees everything as it is stored.
+        Weights in few bits are dequantized to float32. For blocks that compute in `packed_for`, they stay packed if
+        possible. `on_read` gets every tensor as it is stored.
 
         Raises:
             BlockWeightsNotFoundError: a file or tensor is missing.
@@ -149,7 +150,7 @@ class Checkpoint:
         return other
 
     def identity(self) -> dict[str, Any]:
-        """What tells local checkpoints of one config apart; reads no weights."""
+        """The facts that tell local checkpoints of one config apart; reads no weights."""
         return self._files.identity()
 
     def stored_dtype(self) -> torch.dtype:
@@ -165,7 +166,7 @@ class Checkpoint:
         return dtype
 
     def json_file(self, filename: str) -> Any:
-        """What a further file of the directory or repository says; None if it isn't there.
+        """The content of another JSON file of the directory or repository; None if it isn't there.
 
         Raises:
             ConfigurationError: it is no JSON.
@@ -174,11 +175,11 @@ class Checkpoint:
         return None if path is None else read_json(path)
 
     def raw_config(self) -> dict[str, Any]:
-        """config.json as it is written, or what a GGUF file says in its place."""
+        """The content of config.json, or of a GGUF file's header in its place."""
         return self._files.raw_config()
 
     def generation_config(self) -> GenerationConfig | None:
-        """What the makers advise for `generate()`, if the checkpoint says it."""
+        """The makers' settings for `generate()`, if the checkpoint has some."""
         return self._files.generation_config()
 
 
@@ -207,11 +208,11 @@ def open_checkpoint(
 
 
 def _config_file(source: Source) -> tuple[dict[str, Any], Path]:
-    """What the config file that transformers reads says, and where config.json is.
+    """The content of the config file that transformers reads, and the path of config.json.
 
     Raises:
         ConfigurationError: there is none, or it is no JSON.
-        UnsupportedModelError: there is an adapter beside it.
+        UnsupportedModelError: there is an adapter in the same place.
     """
     path = source.path(CONFIG, required=False)
     if path is None:
@@ -231,7 +232,7 @@ def _config_file(source: Source) -> tuple[dict[str, Any], Path]:
 
 
 def _described_beside(source: Source) -> dict[str, Any]:
-    """What ModelOpt says of its weights; in config.json its earlier releases don't."""
+    """ModelOpt's description of its weights; its earlier releases don't write it into config.json."""
     path = source.path("hf_quant_config.json", required=False)
     found = {} if path is None else read_object(path).get("quantization") or {}
     return {"quantization_config": {**found, "quant_method": "modelopt"}} if found else {}
@@ -283,7 +284,7 @@ def _supported(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
 
 
 class OpenedFiles:
-    """Which files there are, and what was in them when they were seen first."""
+    """The files of a checkpoint, and their content when they were first seen."""
 
     def __init__(self, files: StoredFiles) -> None:
         self._files = files

@@ -1,17 +1,16 @@
-"""What makes two checkpoints the same: servers announce it, clients look it up.
+"""The fingerprint of a checkpoint: servers announce it, clients look it up.
 
-Covered: the config (without fields that differ between copies of one model), and
+It covers the config (without fields that differ between copies of one model), and
 
 - from the hub (or a directory of its cache): the commit, which covers every byte;
 - from another directory, sharded: the index, and the size of each shard;
 - from another directory, one file, GGUF or not: its list of tensors with types and shapes;
-- from either, samples of all tensors: more of those outside the blocks, and some KB of each other one.
+- from either kind of directory, samples of all tensors: more of those outside the blocks, some KB of each other one.
 
-So fine-tunes of one model in local directories, merged adapters for instance, are different models to a swarm: they
-have different keys in its DHT, and their clients and servers refuse each other. It costs servers and clients a look
-into every file, some thousand reads of 2 KB. Whoever has a directory has all of it, or the sizes would differ anyway.
-What samples can't see (a few numbers changed in a large tensor, a damaged file) shows when blocks are read:
-`block_digests`.
+So two fine-tunes of one model in local directories, for example merged adapters, are different models to a swarm. They
+have different keys in its DHT, and their clients and servers refuse each other. Samples cost servers and clients some
+thousand reads of 2 KB. Each of them has all files of the directory, or the sizes would differ. Samples miss a few
+changed numbers in a large tensor, or a damaged file; these show when blocks are read (`block_digests`).
 """
 
 import hashlib
@@ -58,7 +57,7 @@ def _sample(checkpoint: Checkpoint) -> bytes:
     for name, lazy in sorted(checkpoint.tensors(client_tensor_names(checkpoint)).items()):
         tensor = lazy[:SAMPLED_ROWS] if _ndim(lazy) else lazy[...]
         digest.update(name.encode())
-        # A last axis of 1 can be viewed as bytes in every layout, those of pickled checkpoints included.
+        # A last axis of 1 can be viewed as bytes in every layout, also those of pickled checkpoints.
         digest.update(tensor.unsqueeze(-1).view(torch.uint8).numpy().tobytes())
     return digest.digest()
 

@@ -1,10 +1,10 @@
-"""Heads for multi-token prediction, as checkpoints have them: an ordinary block behind the last one, and what feeds it.
+"""Heads for multi-token prediction, as checkpoints have them: an ordinary block after the last one, and its inputs.
 
 DeepSeek-AI 2024 (DeepSeek-V3, section 2.2): the hidden state of a position and the embedding of the token after it,
-each behind a norm of its own, are joined and projected to one hidden state; a block of the model's own architecture and
-a norm follow, and the model's head then tells the token after the next. Checkpoints differ in the names only, which
-are in the one table below, and in the order in which the two are joined. Embeddings and head are the model's own,
-whether the checkpoint repeats them or not.
+each after a norm of its own, are joined and projected to one hidden state. A block of the model's own architecture and
+a norm follow. Then the model's head predicts the token after the next. Checkpoints differ only in names, which are in
+the one table below, and in the order in which the two are joined. Embeddings and head are the model's own, even if the
+checkpoint repeats them.
 
 `client/speculative_generation` loads it: `MtpWeights.checkpoint` is the same checkpoint of a model with one block more.
 """
@@ -26,16 +26,16 @@ FULL_ATTENTION = "full_attention"
 
 @dataclass(frozen=True)
 class MtpLayout:
-    """Where the tensors of a head are; `{}` stands for the number of the model's blocks."""
+    """The names of a head's tensors; `{}` stands for the number of the model's blocks."""
 
     block: str
-    """Prefix of the block's tensors, whose names follow as in other blocks."""
+    """Prefix of the block's tensors; the rest of their names is as in other blocks."""
     token_norm: str
     hidden_norm: str
     projection: str
     final_norm: str
     hidden_first: bool = False
-    """Whether the hidden state comes before the embedding where they are joined."""
+    """True if the hidden state comes before the embedding where they are joined."""
 
 
 LAYOUTS = (
@@ -62,7 +62,7 @@ LAYOUTS = (
         hidden_first=True,
     ),
 )
-"""Of heads that predict several tokens with several blocks, the first one is used, again and again."""
+"""A head with several blocks predicts several tokens; only its first block is used, again and again."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,14 @@ class MtpWeights:
     """A head of a checkpoint, not yet loaded."""
 
     checkpoint: Checkpoint
-    """Of the model with the head's block behind its last one."""
+    """The checkpoint of the model with the head's block after its last one."""
     block_idx: int
     layout: MtpLayout
     """With the names as they are."""
 
 
 def find_mtp_weights(checkpoint: Checkpoint) -> MtpWeights | None:
-    """The head of a checkpoint, also one in a file of its own beside the others; None if there is none."""
+    """The head of a checkpoint, also if it is in a file of its own; None if there is none."""
     found = _layout_of(checkpoint)
     if found is None:
         more = checkpoint.with_file(BESIDE)
@@ -113,8 +113,8 @@ def _layout_of(checkpoint: Checkpoint) -> MtpLayout | None:
 
 
 def _with_one_more(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config of the model with one block more. What is told block by block goes on as for the last one, but that
-    a head's block sees the whole text where some block does (Qwen3-Next mixes in blocks that don't)."""
+    """The config of the model with one block more. Lists with an entry for each block repeat the last one. But a head's
+    block attends to the whole text if some block does (Qwen3-Next mixes in blocks that don't)."""
     longer = copy.deepcopy(config)
     text = text_config(longer)
     count = int(text.num_hidden_layers)

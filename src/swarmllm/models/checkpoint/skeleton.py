@@ -1,11 +1,11 @@
 """A model without weights, cut down to some blocks or to none, and the checkpoint tensors that it needs.
 
-transformers' own renaming rules decide which tensors those are, so renamed, fused and quantized checkpoints work
-without a table of names. Used by `span/loading`, `shell/loading` and `fingerprint`.
+transformers' own renaming rules choose these tensors, so renamed, fused and quantized checkpoints work without a table
+of names. Used by `span/loading`, `shell/loading` and `fingerprint`.
 
-An encoder that hears is cut down to its blocks alone, one after the other (`keep_blocks_alone`): the client makes what
-enters the first block of sound, and the padding that blocks shall not see. Between the blocks of such an encoder
-nothing happens (`architecture.HEARING`), so its own forward isn't needed for them.
+The encoder of a model with audio is cut down to its blocks alone, one after the other (`keep_blocks_alone`). The client
+makes the input of the first block from audio, and the mask that hides padding from blocks. Between the blocks of such
+an encoder nothing happens (`architecture.WITH_AUDIO`), so its own forward isn't needed for them.
 """
 
 import copy
@@ -38,7 +38,7 @@ from swarmllm.models.architecture import (
     as_config_says,
     blocks_class,
     find_blocks,
-    hears,
+    has_audio,
     hosted_stack,
     stack_module,
     stack_of,
@@ -55,14 +55,14 @@ Prune = Callable[[PreTrainedModel], None]
 """Replaces the parts of a freshly built model that are not wanted."""
 
 ROTATION = "rotary_emb"
-"""What transformers calls the module that makes `position_embeddings`."""
+"""transformers' name of the module that makes `position_embeddings`."""
 
 
 class GivenEmbeddings(nn.Module):
-    """Stands in for the input embeddings of a server, which has none: returns what the call prepared."""
+    """A stand-in for the input embeddings of a server, which has none: returns the prepared embeddings of the call."""
 
     def __init__(self, embedding_dim: int, *, pads: bool = False) -> None:
-        """`pads`: the stack may embed padding that it puts behind a text; nothing of it reaches the blocks."""
+        """`pads`: the stack may embed padding that it appends to a text; nothing of it reaches the blocks."""
         super().__init__()
         self.embedding_dim, self.pads = embedding_dim, pads
         self.weight = torch.empty(0, embedding_dim)  # no parameter: only for code that initializes or measures it
@@ -75,7 +75,7 @@ class GivenEmbeddings(nn.Module):
 
 
 class _LeftOut(nn.Module):
-    """Stands in for a part that nobody calls; transformers' initialization still looks for weights there."""
+    """A stand-in for a part that is never called; transformers' initialization still looks for weights there."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ def prune_to_span(span: Span, unused: Iterable[str] = ()) -> Prune:
         _drop_all_but(model, stack)
         for name in unused:
             setattr(stack, name, _LeftOut())
-        if hears(model.config) and hosted.role == "encoder":
+        if has_audio(model.config) and hosted.role == "encoder":
             keep_blocks_alone(stack, find_blocks(model).attribute)
             width = stack.config.get_text_config().hidden_size
         else:
@@ -236,7 +236,7 @@ def block_bytes(
 def _tensors(
     cls: type[PreTrainedModel], checkpoint: Checkpoint, packed_for: torch.dtype | None, digests: BlockDigests | None
 ) -> dict[str, Any]:
-    """Those of the checkpoint that an instance of the class needs."""
+    """The checkpoint's tensors that an instance of the class needs."""
     model = on_meta(cls, checkpoint.config)
     found = parameters_of(model, checkpoint.weight_map())
     if checkpoint.comes_packed:
@@ -276,7 +276,7 @@ def load_pruned(
     """An instance of a `pruned` class with its weights, through transformers' own `from_pretrained`.
 
     Tensors of `may_lack` (a new head) are initialized as transformers does it if the checkpoint lacks them. `digests`
-    takes note of what is read.
+    notes everything that is read.
 
     Raises:
         BlockWeightsNotFoundError: the checkpoint lacks a tensor or file.
@@ -361,7 +361,7 @@ def _nothing(_: logging.LogRecord) -> bool:
 
 
 def _with_name(name: str, record: logging.LogRecord) -> bool:
-    """Have transformers' report of a new head say of which checkpoint: it isn't told."""
+    """Put the checkpoint's name into transformers' report of a new head: transformers doesn't know it."""
     record.msg = str(record.msg).replace("from: None", f"from: {name}")
     return True
 
@@ -415,7 +415,7 @@ def _inside_block(name: str, prefix: str) -> tuple[int, str] | None:
 
 
 def needed_tensors(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
-    """Those of the checkpoint's tensors that end up in `model`."""
+    """The checkpoint's tensors that end up in `model`."""
     return list(parameters_of(model, names))
 
 
@@ -479,4 +479,4 @@ def keep_blocks_alone(stack: PreTrainedModel, blocks: str) -> None:
 
     members = {"forward": forward, "__module__": cls.__module__}
     members |= {"get_input_embeddings": get_input_embeddings, "set_input_embeddings": set_input_embeddings}
-    stack.__class__ = type(cls.__name__, cls.__bases__, members)  # which has nothing of what was deleted
+    stack.__class__ = type(cls.__name__, cls.__bases__, members)  # a class without the deleted members

@@ -1,6 +1,6 @@
-"""Where the files of a checkpoint or adapter come from: a directory, or the hub.
+"""The places of files of checkpoints and adapters: a directory, or the hub.
 
-Errors of huggingface_hub become ours here. Called by `checkpoint`, `adapters` and whatever loads saved files.
+Errors of huggingface_hub become ours here. Called by `checkpoint`, `adapters` and all code that loads saved files.
 """
 
 import json
@@ -25,19 +25,19 @@ from swarmllm.errors import BlockWeightsNotFoundError, ConfigurationError
 from swarmllm.files import user_path
 
 HUB_ANSWERS_S = 3.0
-"""Assumed: whoever needs longer to take a connection isn't there."""
+"""Assumed: a hub that takes longer to accept a connection isn't there."""
 _SNAPSHOT = re.compile(r"models--([^/]+)/snapshots/([0-9a-f]{40})(?:/|$)")
 
 
 class Source:
-    """Where the files of a checkpoint or adapter come from."""
+    """The place of the files of a checkpoint or adapter."""
 
     name: str
     public_name: str
     commit: str | None = None
     is_local: bool
     folder: str = ""
-    """Where in a repository it is, with a slash at the end; of directories in the hub's cache."""
+    """The folder in a repository, with a slash at the end; for directories in the hub's cache."""
 
     def path(self, filename: str, *, required: bool) -> Path | None:
         raise NotImplementedError
@@ -51,10 +51,10 @@ class Source:
         raise NotImplementedError
 
     def filenames(self, suffix: str) -> list[str]:
-        """All files that end so, those in folders of a repository too; without a connection, those that are here.
+        """All files with this suffix, also in folders of a repository; without a connection, the files that are here.
 
         Raises:
-            ConfigurationError: the hub answers something else.
+            ConfigurationError: the hub's answer can't be used.
         """
         raise NotImplementedError
 
@@ -134,7 +134,7 @@ class _Hub(Source):
             return [path.relative_to(here).as_posix() for path in here.rglob(f"*{suffix}")]
 
     def _snapshot(self) -> Path | None:
-        """Where what has been downloaded is."""
+        """The directory of the files downloaded so far."""
         where = {"revision": self._options["revision"], "cache_dir": self._options["cache_dir"]}
         try:
             return Path(snapshot_download(self.name, local_files_only=True, **where))
@@ -153,7 +153,7 @@ class _Hub(Source):
             ) from error
         except LocalEntryNotFoundError as error:
             offline = is_offline_mode() or "local_files_only" in self._options
-            if offline and (self.commit or self._snapshot()):  # what has been downloaded is all there is
+            if offline and (self.commit or self._snapshot()):  # only downloaded files are there
                 return None
             raise ConfigurationError(
                 f"{self.name!r} is no directory, and the hub can't be reached to look for a model of that name"
@@ -170,7 +170,7 @@ class _Hub(Source):
 
 
 def _hub_is_there() -> bool:
-    """Whether anything answers where the hub is; behind a proxy nobody here can tell."""
+    """True if something answers at the hub's address; behind a proxy this can't be told."""
     place = urlsplit(constants.ENDPOINT)
     if place.hostname is None or any(getproxies().get(name) for name in (place.scheme, "all")):
         return True
@@ -191,7 +191,7 @@ MAX_JSON_DEPTH = 32
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file of a checkpoint says, read as transformers does: UTF-8 without a byte order mark.
+    """The content of a checkpoint's JSON file, read as transformers does: UTF-8 without a byte order mark.
 
     Raises:
         ConfigurationError: it is anything else, or nested deeper than any such file.

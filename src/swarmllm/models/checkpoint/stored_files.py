@@ -66,9 +66,9 @@ LAYOUTS = (
     ("pytorch_model.bin", False),
     ("pytorch_model.bin.index.json", True),
 )
-"""What weights are looked for, in transformers' order: (file, whether it is an index of shards)."""
+"""Files of weights, in transformers' order: (file, is it an index of shards)."""
 _DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
-"""Files that transformers prefers to all of these: what several devices have saved, each its own pieces."""
+"""Files that transformers prefers to all of these: pieces that several devices have saved, each its own."""
 
 OnRead = Callable[[str, str, torch.Tensor], None]
 """Gets (weight, which of the tensors that it is stored as, that tensor), whenever one has been read."""
@@ -77,7 +77,7 @@ SUFFIX = ".gguf"
 PART = re.compile(r"-([0-9]{5})-of-([0-9]{5})\.gguf$")
 _KIND = re.compile(r"(.+):([\w.-]+)")
 _NO_MODEL = re.compile(r"(.*/)?(mmproj|imatrix)[^/]*")
-"""Files beside models: what looks at images, and what was measured for rounding (llama.cpp's tools call them so)."""
+"""Files that aren't models: vision towers, and measurements for rounding (the names of llama.cpp's tools)."""
 MOST_NAMED = 12
 """Files that a message names."""
 
@@ -86,7 +86,7 @@ class StoredFiles(ABC):
     """The files of one checkpoint."""
 
     comes_packed: bool
-    """Whether some of the weights are stored in few bits."""
+    """True if some of the weights are stored in few bits."""
 
     @abstractmethod
     def weight_map(self) -> dict[str, str]:
@@ -108,11 +108,11 @@ class StoredFiles(ABC):
 
     @abstractmethod
     def local(self, filename: str) -> Path | None:
-        """Where such a file is; None if it isn't on this machine."""
+        """The path of such a file; None if it isn't on this machine."""
 
     @abstractmethod
     def places(self, filename: str) -> list[weight_files.StoredPlace]:
-        """Where the tensors of such a file, which is here, are in it now."""
+        """The present places of the tensors in such a file, which is on this machine."""
 
     @abstractmethod
     def raw_config(self) -> dict[str, Any]:
@@ -120,14 +120,14 @@ class StoredFiles(ABC):
 
     @abstractmethod
     def dtype(self) -> torch.dtype | None:
-        """What the weights are in if the config doesn't say it; None: that can't be told."""
+        """The dtype of the weights if the config doesn't say it; None: it can't be told."""
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:
-        """What tells local checkpoints of one config apart, for the fingerprint; reads no weights."""
+        """The facts that tell local checkpoints of one config apart, for the fingerprint; reads no weights."""
 
     def generation_config(self) -> GenerationConfig | None:
-        """What its makers advise for `generate()`."""
+        """The makers' settings for `generate()`."""
         return None
 
     def with_file(self, filename: str) -> "StoredFiles | None":
@@ -141,13 +141,13 @@ class ConfigAndWeights(StoredFiles):
     def __init__(
         self, source: Source, config: Mapping[str, Any], form: StoredFormat | None, beside: str | None = None
     ) -> None:
-        """`config` as it is written. `beside`: a further file of weights, unknown to index and other files."""
+        """`config` as it is written. `beside`: one more file of weights, which the index doesn't know."""
         self._source, self._config, self._form, self._beside = source, config, form, beside
         self.comes_packed = form is not None
 
     @cached_property
     def layout(self) -> tuple[str, bool]:
-        """(weights file or index, whether it is an index).
+        """(weights file or index, is it an index).
 
         Raises:
             BlockWeightsNotFoundError: the checkpoint has no weights in a known format.
@@ -177,8 +177,8 @@ class ConfigAndWeights(StoredFiles):
             return ()
         if not isinstance(filename, str) or Path(filename).name != filename or ".safetensors" not in filename:
             raise UnsupportedModelError(
-                f"transformers_weights in {CONFIG} of {self._source.name} must name a safetensors file beside it, or "
-                f"an index of such files, not {str(filename)[:80]!r}"
+                f"transformers_weights in {CONFIG} of {self._source.name} must name a safetensors file in its "
+                f"directory, or an index of such files, not {str(filename)[:80]!r}"
             )
         return ((filename, filename.endswith(".index.json")),)
 
@@ -187,7 +187,7 @@ class ConfigAndWeights(StoredFiles):
 
     @cached_property
     def _dtype(self) -> torch.dtype | None:
-        """What the index states, or else of the first file the first tensor that isn't packed.
+        """The dtype that the index states, or else that of the first plain tensor of the first file.
 
         Raises:
             BlockWeightsNotFoundError, CorruptWeightsError: these can't be read.
@@ -228,16 +228,16 @@ class ConfigAndWeights(StoredFiles):
         return found
 
     def _in_shards(self, index: dict[str, str]) -> dict[str, str]:
-        """Which shard has a tensor: the last of those that have it, whatever the index says, as in transformers.
+        """The shard of each tensor: the last of those that have it, whatever the index says, as in transformers.
 
-        Shards that aren't here or are damaged, and pickles that would have to be read whole, are taken at its word.
+        For shards that are missing or damaged, and for pickles that would have to be read whole, the index counts.
         """
         found = dict(index)
         if not self._source.is_local:  # a repository's are downloaded one by one, when their blocks are asked for
             return found
         for shard in sorted(set(index.values())):
             path = self._source.local(shard)
-            with suppress(CorruptWeightsError):  # whoever needs it is told
+            with suppress(CorruptWeightsError):  # code that needs it raises the error
                 if path is not None and weight_files.has_header(path):
                     found |= dict.fromkeys(weight_files.tensor_names(path), shard)
         return found
@@ -297,7 +297,7 @@ class ConfigAndWeights(StoredFiles):
         return {"tensors": weight_map, "headers": weight_files.headers(self._file(filename))}
 
     def generation_config(self) -> GenerationConfig | None:
-        """generation_config.json; or else what config.json says of it, as those of older models do.
+        """The settings in generation_config.json; or else those in config.json, where older models have them.
 
         Raises:
             ConfigurationError: the file can't be used.
@@ -328,7 +328,7 @@ class ConfigAndWeights(StoredFiles):
 def _watched(lazy: Any, on_read: Callable[[torch.Tensor], None]) -> Any:
     if not isinstance(lazy, torch.Tensor):
         return _WatchedTensor(lazy, on_read)
-    on_read(lazy)  # of a pickle, which transformers takes as it is
+    on_read(lazy)  # a pickle's tensors, which transformers takes as they are
     return lazy
 
 
@@ -352,15 +352,15 @@ class _WatchedTensor:
 
 
 class GgufFiles(StoredFiles):
-    """What a GGUF file holds, as transformers would have it."""
+    """The content of a GGUF file in transformers' form."""
 
     def __init__(self, source: Source, filename: str) -> None:
-        """Reads the header, and factors of the rotation if there are any.
+        """Read the header, and factors of the rotation if there are any.
 
         Raises:
             BlockWeightsNotFoundError: there is no such file.
             CorruptWeightsError: it, or a part of it, is damaged.
-            UnsupportedModelError: it holds what swarmllm can't read.
+            UnsupportedModelError: swarmllm can't read its content.
         """
         self._source, self._filename = source, filename
         headers = [read_header(source.file(part)) for part in _parts(filename)]
@@ -368,7 +368,7 @@ class GgufFiles(StoredFiles):
         if header.settings.get("split.count", 1) not in (0, len(headers)):
             raise CorruptWeightsError(
                 f"{filename} is one of {header.settings['split.count']} parts: name the first of them, "
-                "…-00001-of-0000N.gguf, and keep the others beside it"
+                "…-00001-of-0000N.gguf, and keep the others in the same directory"
             )
         factors = header.tensors.get(ROPE_FACTORS)
         read = None if factors is None else GgufWeight(factors, None, None, 0.0, None)[...]
@@ -446,7 +446,7 @@ def locate(
 
 
 def _split(name_or_path: str) -> tuple[str, str | None, str | None]:
-    """(directory or repository, GGUF file in it, what is in such a file's name)."""
+    """(directory or repository, GGUF file in it, a part of such a file's name)."""
     path = user_path(name_or_path)
     if name_or_path.endswith(SUFFIX) and not path.is_dir():
         if path.is_file() or name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") < 2:

@@ -23,12 +23,12 @@ MAX_HEADER_BYTES = 100 << 20
 
 
 _COMPUTED_IN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Floating-point types of safetensors but those of 8 and fewer bits, which no model computes in."""
+"""Floating-point types of safetensors, except those of 8 and fewer bits, in which no model computes."""
 
 
 @dataclass(frozen=True, order=True)
 class StoredPlace:
-    """Where the bytes of a tensor are in a file."""
+    """The place of a tensor's bytes in a file."""
 
     name: str
     start: int
@@ -48,7 +48,7 @@ def read_index(path: Path) -> dict[str, str]:
         raise CorruptWeightsError(f"{path} is not a valid index of weights: {error!r}") from error
     for filename in set(names.values()):
         if Path(filename).name != filename:
-            raise CorruptWeightsError(f"{path} refers to {filename!r}, which is not a file beside it")
+            raise CorruptWeightsError(f"{path} refers to {filename!r}, which is not a file in the same directory")
     return names
 
 
@@ -65,7 +65,7 @@ def tensor_names(path: Path) -> list[str]:
 
 
 def has_header(path: Path) -> bool:
-    """Whether the names of its tensors are known without reading all of the file."""
+    """True if the names of its tensors can be read without the whole file."""
     return path.suffix == ".safetensors" or zipfile.is_zipfile(path)
 
 
@@ -132,7 +132,8 @@ class _LazyTensor:
 
 
 class LazyNote:
-    """What the header of a safetensors file says under a name, as a tensor of its bytes; none if it says nothing."""
+    """The text that the header of a safetensors file has under a name, as a tensor of its bytes; empty if there is
+    none."""
 
     def __init__(self, path: Path, name: str) -> None:
         self._path, self._name = path, name
@@ -179,7 +180,7 @@ def headers(path: Path) -> list[tuple[str, str, list[int]]]:
 
 
 def places(path: Path) -> list[StoredPlace]:
-    """Where the tensors of a file are; those of pickles by names that only the pickle itself explains.
+    """The places of a file's tensors; for pickles by names that only the pickle itself explains.
 
     Raises:
         CorruptWeightsError: the file is damaged.

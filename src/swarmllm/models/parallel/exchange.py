@@ -1,10 +1,10 @@
-"""Agreements of the server's process and its followers: how they find each other, and how tensors pass.
+"""The protocol between the server's process and its followers: how they find each other, and how tensors pass.
 
 Commands go through a pipe and tensors through a process group of torch: gloo between processors, over the loopback
-interface alone, nccl between GPUs (which has never run). The group has a timeout of its own, and torch's global one
+interface alone; nccl between GPUs (which has never run). The group has a timeout of its own, and torch's global one
 stays free.
 
-`Plain` are weights as they are, made by `shared`, multiplied in the server's process and in followers.
+`Plain` is a weight as it is. `shared` makes it; the server's process and followers multiply by it.
 """
 
 import dataclasses
@@ -20,10 +20,10 @@ from torch.distributed import distributed_c10d
 from swarmllm.models.quantization.packed import Packed
 
 TIMEOUT_S = 30.0
-"""For one tensor to pass. Assumed: all compute equally much at a time, so who is this late is frozen or gone."""
+"""Most seconds for one tensor to pass. Assumed: all compute equally long, so a later process is frozen or gone."""
 LOOPBACK = "127.0.0.1"
 OK, FAILED = 0, 1
-"""The last byte of a follower's answer: whether it is one. If not, the reason comes through its pipe."""
+"""The last byte of a follower's answer: was the command obeyed? If not, the reason comes through its pipe."""
 
 
 class SharedPart(NamedTuple):
@@ -34,28 +34,28 @@ class SharedPart(NamedTuple):
 
 
 class GroupCommand(NamedTuple):
-    """What a follower is asked for. Everything else that it needs it knows already."""
+    """A command for a follower, with everything that it doesn't know yet."""
 
     kind: Literal["keep", "multiply", "multiply_transposed", "dequantize"]
     parts: tuple[SharedPart, ...]
     rows: int = 0
-    """How many the inputs are, or the gradients."""
+    """Number of inputs, or of gradients."""
     dtype: torch.dtype = torch.float32
     is_new: bool = True
-    """Whether the inputs are sent; they are those of the last product otherwise."""
+    """True if the inputs are sent; False if they are those of the last product."""
     is_biased: bool = False
-    """Whether the matrices' biases are added."""
+    """True if the matrices' biases are added."""
     recipe: "WeightRecipe | None" = None
-    """What to keep."""
+    """The weight to keep."""
 
 
 class WeightRecipe(NamedTuple):
-    """How to put a packed weight together from its tensors, which come one after the other."""
+    """The way to put a packed weight together from its tensors, which come one after the other."""
 
     form: type[Packed]
     dtype: torch.dtype
     tensors: tuple[tuple[str, tuple[int, ...], torch.dtype, bool], ...]
-    """(name, shape, dtype, whether its last two dimensions come the other way round)."""
+    """(name, shape, dtype, are its last two dimensions swapped) of each."""
     bias: tuple[int, torch.dtype] | None
 
 
@@ -91,7 +91,7 @@ def send(group: Any, tensor: Tensor, to: int) -> None:
 
 
 def receive(group: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, sender: int) -> Tensor:
-    """Receive what `send` sends."""
+    """Receive a tensor from `send`."""
     tensor = torch.empty(shape, dtype=dtype, device=device)
     if tensor.numel():
         group.recv([tensor.view(-1).view(torch.uint8)], sender, 0).wait()
@@ -99,7 +99,7 @@ def receive(group: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torc
 
 
 def weight_recipe(packed: Packed, bias: Tensor | None) -> WeightRecipe:
-    """How `send_weight` will send it."""
+    """The recipe for a weight from `send_weight`."""
     tensors = tuple(
         (name, tuple((tensor.mT if _is_flipped(tensor) else tensor).shape), tensor.dtype, _is_flipped(tensor))
         for name, tensor in packed.tensors().items()
@@ -116,7 +116,7 @@ def send_weight(group: Any, packed: Packed, bias: Tensor | None, to: int) -> Non
 
 
 def receive_weight(group: Any, recipe: WeightRecipe, device: torch.device) -> tuple[Packed, Tensor | None]:
-    """Receive what `send_weight` sends."""
+    """Receive a weight from `send_weight`."""
     tensors: dict[str, Any] = {}
     for name, shape, dtype, is_flipped in recipe.tensors:
         tensor = receive(group, shape, dtype, device, 0)
@@ -147,7 +147,7 @@ class Plain(Packed):
         return {"codes": self.codes}
 
     def multiply(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`bias` is added within the product, as the model does it: afterwards it could be rounded otherwise."""
+        """`bias` is added within the product, as the model does it: a later addition could be rounded differently."""
         return F.linear(inputs, self.codes.to(inputs.dtype), None if bias is None else bias.to(inputs.dtype))
 
     def multiply_transposed(self, grads: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""`python -m swarmllm.models.parallel.follower`: holds rows of matrices, and multiplies by them when it is told to.
+"""`python -m swarmllm.models.parallel.follower`: holds rows of matrices, and multiplies by them on command.
 
-`shared` starts it. Standard input brings commands, standard output takes reports: pipes to the server. When they close,
-or on Linux when whoever started it dies, it ends as well, so that none outlives its server.
+`shared` starts it. Standard input brings commands, standard output takes reports: pipes to the server. A follower ends
+when they close, or on Linux when its parent dies, so that no follower outlives its server.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 class Follower:
-    """One of them, and what it holds."""
+    """One follower, and the rows that it holds."""
 
     def __init__(self, group: Any, device: torch.device, reports: Connection) -> None:
         self._group, self._device, self._reports = group, device, reports
@@ -39,10 +39,10 @@ class Follower:
         self._inputs = torch.empty(0)
 
     def obey(self, command: GroupCommand) -> None:
-        """Do what a command says.
+        """Obey a command.
 
         Raises:
-            Exception: there is nobody any more who could be told what is wrong.
+            Exception: there is no server any more to report an error to.
         """
         match command.kind:
             case "keep":
@@ -109,7 +109,7 @@ def die_with(parent: int) -> None:
 def main(rank: int, size: int, directory: str, device_name: str, num_threads: int, timeout_s: float) -> None:
     """Obey until the server has gone."""
     commands, reports = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
-    os.dup2(2, 1)  # what libraries print is no report
+    os.dup2(2, 1)  # prints of libraries are no reports
     device = torch.device(device_name)
     if device.type == "cpu":
         torch.set_num_threads(num_threads)

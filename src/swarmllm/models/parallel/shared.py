@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 
 class Rows(Protocol):
-    """A matrix of which each process has some rows."""
+    """A matrix with some rows in each process."""
 
     @property
     def part(self) -> SharedPart: ...
@@ -70,7 +70,7 @@ class Rows(Protocol):
 
 
 class Group:
-    """All processes that multiply together, of which this one is the first. One thread alone may call it."""
+    """All processes that multiply together; this one is the first. One thread alone may call it."""
 
     def __init__(
         self,
@@ -96,9 +96,9 @@ class Group:
         self._leader = SharedPart(-1)
         """The matrix that they were first multiplied by."""
         self._ready: dict[SharedPart, Tensor] = {}
-        """Products with them that nobody has wanted yet."""
+        """Products of the present inputs that have been computed ahead."""
         self._together: dict[SharedPart, list[Rows]] = {}
-        """What else is wanted of the same inputs, after the matrix that is wanted first."""
+        """More matrices for the same inputs, by the matrix that is multiplied first."""
         self._followers: list[_Process] = []
         with PrivateDirectory() as private:
             for rank, device in enumerate(devices[1:], 1):
@@ -108,7 +108,7 @@ class Group:
                 for follower in self._followers:
                     follower.reports.recv()
                 self._group = connected(0, self.size, str(private.path), self.device, timeout_s)
-                for follower in self._followers:  # which read that directory until they are connected
+                for follower in self._followers:  # they read that directory until they are connected
                     follower.reports.recv()
 
     @property
@@ -117,12 +117,16 @@ class Group:
         return [follower.process.pid for follower in self._followers]
 
     def close(self) -> None:
-        """End the followers; this happens anyway when nobody has the group any more."""
+        """End the followers; this also happens when the group is dropped."""
         self.lost = self.lost or "the group has been closed"
         _end(self._followers)
 
     def check(self) -> None:
-        """Raises GroupLostError if a follower has ended, also if nobody has asked it for anything."""
+        """Check that all followers run.
+
+        Raises:
+            GroupLostError: one has ended.
+        """
         for follower in self._followers:
             if (code := follower.process.poll()) is not None:
                 self._lose(f"ended (exit code {code})", follower)
@@ -192,7 +196,7 @@ class Group:
     # ------------------------------------------------------------------ how
 
     def _has(self, inputs: Tensor) -> bool:
-        """Whether followers have these very bits: what a tensor is called, and where it is, says nothing about them."""
+        """True if followers have exactly these bits: a tensor's identity and address prove nothing."""
         sent = self._sent
         return (
             sent is not None
@@ -202,7 +206,7 @@ class Group:
         )
 
     def _forget(self, inputs: Tensor | None) -> None:
-        """Followers get other inputs; what was computed of the last ones for nothing isn't asked for again."""
+        """Forget the products that were computed ahead for the last inputs, and didn't get used."""
         if self._ready:
             kept = [one for one in self._together[self._leader] if one.part not in self._ready]
             self._together[self._leader] = kept
@@ -230,7 +234,7 @@ class Group:
     def _answers(
         self, shapes: Sequence[tuple[int, int]], dtype: torch.dtype, compute: Callable[[], T]
     ) -> tuple[T, list[Tensor]]:
-        """What this process computes meanwhile, and the answers of all followers, which are waited for in any case."""
+        """The results of this process, and the answers of all followers; it waits for the answers in any case."""
         failures = []
         try:
             with torch.inference_mode(False), torch.no_grad():
@@ -285,7 +289,7 @@ class _Process:
             [sys.executable, "-m", "swarmllm.models.parallel.follower", *map(str, arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the server, which ends this one
+            start_new_session=True,  # Ctrl-C is for the server; the server ends its followers
         )
         self.commands, self.reports = _Pipe(self.process.stdin), _Pipe(self.process.stdout)
 
@@ -305,7 +309,7 @@ def _end(followers: Sequence[_Process]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class SharedMatrix(Packed):
-    """`[…, out, in]`, of which this process has the first rows."""
+    """A matrix `[…, out, in]` with its first rows in this process."""
 
     codes: None = field(init=False, default=None)  # type: ignore[assignment]
     scale: None = field(init=False, default=None)  # type: ignore[assignment]
@@ -400,7 +404,7 @@ class SharedWeight(QuantizedWeight):
 
 
 def is_rounded(packed: Packed) -> bool:
-    """Whether a weight was made smaller when it was loaded, or before."""
+    """True if a weight was rounded to fewer bits, when it was loaded or before."""
     return not isinstance(packed.own if isinstance(packed, SharedMatrix) else packed, Whole | Plain)
 
 
@@ -439,7 +443,7 @@ def _install(module: nn.Module, leaf: str, packed: Packed, group: Group, *, tran
 
 
 def spread(packed: Packed, bias: Tensor | None, group: Group) -> SharedMatrix:
-    """The same matrix, of which each process of the group has some rows.
+    """The same matrix with some rows in each process of the group.
 
     Raises:
         GroupLostError: a follower has gone.

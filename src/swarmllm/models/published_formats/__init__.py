@@ -37,10 +37,10 @@ FORMATS: dict[str, type[StoredFormat]] = {
 
 
 def format_of(config: Mapping[str, Any]) -> StoredFormat | None:
-    """The format of a checkpoint with this config.json; None if it is stored as ever.
+    """The format of a checkpoint with this config.json; None if its weights are plain numbers.
 
     Raises:
-        UnsupportedModelError: it isn't known here, or a form of it that isn't.
+        UnsupportedModelError: swarmllm can't read this format, or this form of it.
     """
     settings = config.get("quantization_config") or config.get("compression_config")
     if settings is None and isinstance(text := config.get("text_config"), Mapping):

@@ -1,6 +1,6 @@
-"""compressed-tensors, what llm-compressor writes (Kimi-K2, RedHatAI's models): 2 to 8 bits, FP8, NVFP4, MXFP4, MXFP8.
+"""compressed-tensors, the format of llm-compressor (Kimi-K2, RedHatAI's models): 2 to 8 bits, FP8, NVFP4, MXFP4, MXFP8.
 
-A checkpoint may mix them, so what is stored for a weight says how it is stored, not the config.
+A checkpoint may mix them, so the tensors stored for a weight say how it is stored, not the config.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ FORMS = frozenset(
         "nvfp4-pack-quantized",
     }
 )
-"""What is read here of the package's formats (0.20, config/base.py)."""
+"""The package's formats (0.20, config/base.py) that can be read."""
 
 
 class CompressedTensors(StoredFormat):
@@ -131,7 +131,7 @@ class CompressedTensors(StoredFormat):
         return next((block for block in blocks if block), None)
 
     def _groups(self) -> list[Mapping[str, Any]]:
-        """What the config says of weights: each group is of linear maps that are alike."""
+        """The groups of weights in the config: each is for linear maps that are alike."""
         return [group for group in self.settings.get("config_groups", {}).values() if group.get("weights")]
 
 

@@ -33,7 +33,7 @@ ALGORITHMS = frozenset(
         "W4A16_NVFP4",
     }
 )
-"""What ModelOpt calls what is read here (0.47, torch/export/convert_hf_config.py)."""
+"""ModelOpt's names of the formats that can be read (0.47, torch/export/convert_hf_config.py)."""
 
 
 class Fp8(StoredFormat):
@@ -72,17 +72,17 @@ class Fp8(StoredFormat):
 
 
 def as_numbers(scale: Tensor) -> Tensor:
-    """Scales as they are, but those that are stored as bytes, which are powers of two."""
+    """Scales as they are; scales that are stored as bytes are powers of two."""
     return torch.exp2(scale.float() - E8M0_BIAS) if scale.dtype == torch.uint8 else scale
 
 
 def by_row(scale: Tensor, shape: Sequence[int], block: Sequence[int] | None = None) -> Tensor:
-    """Scales of a matrix `[out, in]`, its rows or blocks of it → `[out, groups]` of equal groups, which are smaller
-    than blocks where the last block of a row is a part of one.
+    """Scales of a matrix `[out, in]`, one for a row or block → `[out, groups]` of equal groups. Groups are smaller than
+    blocks if the last block of a row is cut.
 
-    The size of blocks must be known: it doesn't follow from the number of scales where the last one is a part.
-    transformers 5.23 takes it from there, and so computes other weights. Nor does the number say what the scales are
-    for: there may be as many blocks as rows (DeepSeek-V3's o_proj, of 7168×16384).
+    The size of blocks must be known: if the last block is cut, it doesn't follow from the number of scales.
+    transformers 5.23 takes it from there, and so computes other weights. The number of scales doesn't show their use
+    either: there may be as many blocks as rows (DeepSeek-V3's o_proj, of 7168×16384).
 
     Raises:
         CorruptWeightsError: there are more or fewer scales than such a matrix has.
@@ -102,7 +102,7 @@ def by_row(scale: Tensor, shape: Sequence[int], block: Sequence[int] | None = No
 
 
 class ModelOpt(Fp8):
-    """Weights of which there is a `weight_scale_2` are NVFP4: bytes `[out, in/2]`, scales `[out, in/16]`."""
+    """Weights with a `weight_scale_2` are NVFP4: bytes `[out, in/2]`, scales `[out, in/16]`."""
 
     parts = (".weight_scale_2", ".k_scale", ".v_scale", ".pre_quant_scale", *Fp8.parts)
 

@@ -18,7 +18,7 @@ from swarmllm.models.quantization.decoded import Uint4, ZeroedBytes, nibbles, pa
 from swarmllm.models.quantization.packed import Packed
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where the neighbours are in a word."""
+"""The places of neighbours in a word."""
 
 HQQ_PACKINGS = {
     "8bit_u8": (8, torch.uint8),
@@ -114,14 +114,15 @@ class Gptq(StoredFormat):
         return codes.T.contiguous(), scale.T.contiguous(), zero.T.contiguous()
 
     def _groups(self, parts: Parts, num_inputs: int, num_groups: int) -> Tensor:
-        """Which group each input belongs to."""
+        """The group of each input."""
         if ".g_idx" in parts:
             return parts[".g_idx"].long()
         return torch.arange(num_inputs) * num_groups // num_inputs
 
 
 class Hqq(StoredFormat):
-    """What the package's `HQQLinear.state_dict` gives and transformers saves: W_q, scale, zero, and numbers about them.
+    """The result of the package's `HQQLinear.state_dict`, as transformers saves it: W_q, scale, zero, and numbers about
+    them.
 
     Groups are the rows of W_q before it was packed, neighbours in a row of the weight (axis 1, transformers' default),
     or its columns, which lie across the weight's rows (axis 0). Packing puts the first rows into the highest bits.
@@ -184,7 +185,7 @@ def _hqq_codes(parts: Parts) -> tuple[Tensor, int]:
 
 
 class BitsAndBytes(StoredFormat):
-    """Bytes `[out·in/2, 1]` whose first code is above; or int8 `[out, in]`."""
+    """Bytes `[out·in/2, 1]` with the first code above; or int8 `[out, in]`."""
 
     parts = (
         ".weight.absmax",
@@ -228,7 +229,7 @@ class BitsAndBytes(StoredFormat):
 
 
 def _bnb_state(parts: Parts) -> dict[str, Any] | None:
-    """What the checkpoint says of a weight in 4 bits."""
+    """The checkpoint's description of a weight in 4 bits."""
     packed = next((parts[part] for part in BNB_STATES if part in parts), None)
     return None if packed is None else dict(json.loads(bytes(packed.tolist())))
 

@@ -90,10 +90,10 @@ _REQUIRED = {
 }
 _USUAL = {"feed_forward_length": "intermediate_size", "attention.head_count_kv": "num_key_value_heads"}
 _OF_NO_EFFECT = frozenset({"vocab_size", "tensor_data_layout"})
-"""The first is known from the embeddings; the second says what `Architecture.interleaved` does."""
+"""The first is known from the embeddings; `Architecture.interleaved` does the work of the second."""
 _GEMMA_OF_HIDDEN_SIZE = {"gemma2": 46, "gemma3": 62}
-"""Those with 27B parameters scale attention by hidden_size / heads instead of head_dim; llama.cpp knows them by their
-number of blocks as well, because files don't say it."""
+"""Models with 27B parameters scale attention by hidden_size / heads instead of head_dim. llama.cpp, too, knows them by
+their number of blocks, because files don't say it."""
 _LOCAL_THETA = 10000.0
 """Gemma 3's base for blocks with a window (its transformers config)."""
 _LARGEST = 1 << 31
@@ -102,7 +102,7 @@ _BLOCK = re.compile(r"blk\.([0-9]{1,9})\.")
 DEFAULT_THETA = 10000.0
 """llama.cpp's, of files that name none."""
 LLAMA3_FACTORS = (8.0, 32.0, 16.0, 4.0, 2.0)
-"""Those of Llama 3.1 and 3.2, and further ones to be tried."""
+"""The factors of Llama 3.1 and 3.2, and further ones to be tried."""
 
 ROPE_FACTORS = "rope_freqs.weight"
 """No weight of transformers: its config says it (`rope_parameters`)."""
@@ -111,7 +111,7 @@ _VECTOR_AS_MATRIX = ".ffn_gate_inp_shexp."
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where one tensor is, and how it is stored."""
+    """The place of one tensor, and its form."""
 
     path: Path
     name: str
@@ -143,7 +143,7 @@ def read_header(path: Path) -> Header:
 
     Raises:
         CorruptWeightsError: it is damaged, incomplete, or no GGUF.
-        UnsupportedModelError: it holds numbers in a form that nobody here can read.
+        UnsupportedModelError: it holds numbers in a form that swarmllm can't read.
     """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
@@ -186,22 +186,22 @@ def _checked(path: Path, entry: tuple[Any, ...], begin: int, alignment: int, fil
 
 @dataclass(frozen=True)
 class Architecture:
-    """How one architecture of transformers is stored."""
+    """The way in which one architecture of transformers is stored."""
 
     model_type: str
     model_class: str
     parts: Mapping[str, str]
     """Name within a block → transformers' name within a block; `{}` is the expert."""
     biases: frozenset[str] = frozenset()
-    """Those parts that may have a bias."""
+    """Modules that may have a bias."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """Beyond those of all: name after the architecture's → field of the config."""
+    """Settings besides those of all architectures: name after the architecture's → field of the config."""
     constants: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the config that llama.cpp takes for granted."""
     interleaved: bool = False
-    """Whether rows of queries and keys are in the order of Meta's rotation, of neighbours instead of halves."""
+    """True if rows of queries and keys are in the order of Meta's rotation, of neighbours instead of halves."""
     raised_norms: bool = False
-    """Whether 1 has been added to the weights of norms."""
+    """True if 1 has been added to the weights of norms."""
 
     def weight_names(self, stored: str, num_experts: int) -> Iterator[tuple[str, int | None]]:
         """A stored tensor's name → (transformers' name, expert) of each weight in it; nothing of an unknown one."""
@@ -273,10 +273,10 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def architecture_of(header: Header) -> Architecture:
-    """How the model of this file is stored.
+    """The way in which the model of this file is stored.
 
     Raises:
-        UnsupportedModelError: nobody here knows.
+        UnsupportedModelError: swarmllm doesn't know its architecture.
     """
     name = header.settings.get("general.architecture")
     if name == "llama" and header.settings.get("llama.expert_count"):
@@ -285,7 +285,7 @@ def architecture_of(header: Header) -> Architecture:
     if found is None:
         raise UnsupportedModelError(
             f"swarmllm doesn't read the architecture {str(name)[:50]!r} from GGUF (but {', '.join(ARCHITECTURES)}): "
-            "use the model's safetensors, of which servers make 8 or 4 bits"
+            "use the model's safetensors, from which servers make 8 or 4 bits"
         )
     return found
 
@@ -381,7 +381,7 @@ def _of_tensors(header: Header, architecture: Architecture) -> dict[str, Any]:
 
 
 def _dtype(header: Header) -> str:
-    """What the matrices are stored in, and bfloat16 for those in few bits."""
+    """The dtype of the matrices; bfloat16 for matrices in few bits."""
     kinds = {one.kind for one in header.tensors.values() if len(one.shape) > 1}
     only = str(WHOLE.get(kinds.pop(), "bfloat16")) if len(kinds) == 1 else "bfloat16"
     return only.removeprefix("torch.")
@@ -399,10 +399,10 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_parameters(settings: MutableMapping[str, Any], factors: Tensor | None, head_dim: int) -> dict[str, Any]:
-    """Takes what it understands out of `settings`; `factors` `[head_dim / 2]` divide the frequencies.
+    """Take the known settings of a rotation out of `settings`; `factors` `[head_dim / 2]` divide the frequencies.
 
     Raises:
-        UnsupportedModelError: the rotation is of a kind that isn't known here.
+        UnsupportedModelError: the rotation is of an unknown kind.
     """
     theta = float(settings.pop("rope.freq_base", DEFAULT_THETA))
     kind = settings.pop("rope.scaling.type", "none")
@@ -421,7 +421,7 @@ def rope_parameters(settings: MutableMapping[str, Any], factors: Tensor | None, 
 
 
 def _llama3(theta: float, factors: Tensor, head_dim: int) -> dict[str, Any]:
-    """Which settings of Llama 3 give these factors: files hold the factors only."""
+    """Find the settings of Llama 3 that give these factors: files hold the factors only."""
     for factor in LLAMA3_FACTORS:
         found = {
             "rope_type": "llama3",
@@ -476,7 +476,7 @@ class GgufView:
         packed_for: torch.dtype | None,
         on_read: Callable[[str, str, Tensor], None] | None = None,
     ) -> dict[str, Any]:
-        """Lazy weights of those names (`lazy[...]` reads), packed where that can be, unless None."""
+        """Lazy weights of these names (`lazy[...]` reads), packed if possible, unless `packed_for` is None."""
         return {name: self._weight(name, packed_for, on_read) for name in weights}
 
     def _weight(self, name: str, packed_for: torch.dtype | None, on_read: Callable[..., None] | None) -> "GgufWeight":
@@ -485,7 +485,7 @@ class GgufView:
         return GgufWeight(tensor, expert, *self._order(name), packed_for, told)
 
     def _order(self, weight: str) -> tuple[int | None, float]:
-        """(heads whose rows are interleaved, what has been added)."""
+        """(heads with interleaved rows, the number that has been added)."""
         tensor, _ = self.stored[weight]
         heads = self._heads.get(tensor.name.split(".")[-2]) if self._architecture.interleaved else None
         return heads, 1.0 if self._architecture.raised_norms and weight.endswith("norm.weight") else 0.0
@@ -526,13 +526,13 @@ class GgufWeight:
         return {torch.float16: "F16", torch.bfloat16: "BF16"}.get(WHOLE.get(self._tensor.kind, torch.float32), "F32")
 
     def _is_vector(self, shape: Sequence[int]) -> bool:
-        """Whether it is one, of which transformers' model has a matrix."""
+        """True if the tensor is a vector, and transformers' model has a matrix."""
         return _VECTOR_AS_MATRIX in self._tensor.name and len(shape) == 1
 
     def _stored(self) -> Tensor:
-        """As it is in the file, with rows in transformers' order: numbers, or bytes of blocks in the last dimension.
+        """The stored tensor with rows in transformers' order: numbers, or bytes of blocks in the last dimension.
 
-        The file is mapped while the tensor lives, so what isn't wanted of it is never read.
+        The file is mapped while the tensor lives, so unused bytes of it are never read.
         """
         one = self._tensor
         mapped = np.memmap(one.path, np.uint8, "c", one.start, (one.num_bytes,))

@@ -20,23 +20,23 @@ from swarmllm.models.quantization.weight import PackedView
 logger = logging.getLogger(__name__)
 
 Parts = Mapping[str, Tensor]
-"""What is stored for one weight: suffix → tensor."""
+"""The tensors stored for one weight: suffix → tensor."""
 
 
 class StoredFormat(ABC):
-    """How one checkpoint stores the weights that are quantized; the others are stored as ever."""
+    """The storage of quantized weights in one checkpoint; other weights are plain tensors."""
 
     parts: ClassVar[tuple[str, ...]]
     """Suffixes of stored names; the first one that fits counts."""
     main: ClassVar[tuple[str, ...]]
-    """Those of `parts` that hold the codes: a weight with none of them is stored whole."""
+    """The suffixes of the codes: a weight without any of them is stored whole."""
     target: ClassVar[str] = ".weight"
-    """What the weight's own name has in place of the suffix."""
+    """The end of the weight's own name, in place of the suffix."""
 
     described: ClassVar[str] = ""
-    """The part, if there is one, that is what the header of the file says of the weight: its text as bytes."""
+    """The suffix, if there is one, for the description of the weight in the file's header: its text as bytes."""
     transposed: ClassVar[bool] = False
-    """Whether models hold what this format stores as `[…, out, in]` the other way round."""
+    """True if models hold the transposition of this format's `[…, out, in]`."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self.settings = settings
@@ -44,7 +44,7 @@ class StoredFormat(ABC):
         self._said = False
 
     def unread(self) -> str | None:
-        """What these settings name that isn't read here; None if there is no such thing."""
+        """A setting that can't be read; None if all can."""
         return None
 
     def split(self, name: str) -> tuple[str, str]:
@@ -91,7 +91,7 @@ class LogicalView:
             for weight, parts in found.items()
             if len(parts) > 1 and any(part in form.main for part in parts)
         }
-        """Weights that consist of several tensors; what a format stores beside them is a part as well."""
+        """Weights that consist of several tensors, with all tensors that a format stores for them."""
         of_several = {name for parts in self._parts.values() for name in parts.values()}
         self._plain = {name for parts in found.values() for name in parts.values()} - of_several
 
@@ -101,7 +101,7 @@ class LogicalView:
         return {**{name: name for name in self._plain}, **mains}
 
     def is_packed(self, weight: str) -> bool:
-        """Whether it is stored in the format."""
+        """True if the weight is stored in the format."""
         return weight in self._parts
 
     def stored(self, weights: Iterable[str]) -> list[str]:
@@ -115,9 +115,9 @@ class LogicalView:
         packed_for: torch.dtype | None,
         described: Callable[[str], Any] | None = None,
     ) -> dict[str, Any]:
-        """Lazy weights of those names from the lazy tensors that are stored; packed where that can be, unless None.
+        """Lazy weights of these names from the lazy stored tensors; packed if possible, unless `packed_for` is None.
 
-        `described` finds what headers say of a weight, if the format wants to know.
+        `described` finds a weight's description in headers, if the format needs it.
         """
 
         def weight(name: str) -> Any:
@@ -157,7 +157,7 @@ class LazyWeight:
         return list(self[...].shape)
 
     def get_dtype(self) -> str:
-        """What the weight is put together in."""
+        """The dtype in which the weight is put together."""
         return "F32"
 
 
@@ -165,7 +165,7 @@ class PackedTensor(PackedView):
     """A packed weight on its way through transformers' loader, which moves, converts, joins and transposes tensors."""
 
     def to(self, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> "PackedTensor":
-        """The same weight; `dtype` is what it then stands for."""
+        """The same weight; it then stands for `dtype`."""
         packed = self.packed if dtype is None else replace(self.packed, dtype=dtype)
         return PackedTensor(packed, transposed=self.transposed)
 

@@ -32,13 +32,13 @@ CONFIGS = frozenset(
         "IntxWeightOnlyConfig",
     }
 )
-"""What the config names that gives weights of the classes that are read here."""
+"""Names in the config of quantizers whose weights are of the classes that can be read."""
 PACKINGS = ("plain", "tile_packed_to_4d", "unpacked_to_int8")
 LEAST_GROUP = 8
 """Weights of a row that share a scale: with fewer, scales would take more memory than the weights."""
 _FOUR_BITS = frozenset({"int1", "int2", "int3", "int4"})
 Read = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-"""Codes `[…, out, in]`; scales, zeros and what is added at last `[…, out, groups]`."""
+"""Codes `[…, out, in]`; scales, zeros and final additions `[…, out, groups]`."""
 
 
 class TorchAo(StoredFormat):
@@ -123,7 +123,7 @@ def _kept_bits(kind: str, data: Mapping[str, Any]) -> float:
 
 
 def _about(parts: Parts) -> dict[str, Any]:
-    """What the file's header says of the weight."""
+    """The description of the weight in the file's header."""
     return dict(json.loads(bytes(parts["about"].tolist())))
 
 

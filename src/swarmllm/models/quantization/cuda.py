@@ -1,4 +1,4 @@
-"""Multiplying by packed weights on CUDA: what the kernel of `cuda_products` takes, and how it is launched.
+"""Products of packed weights on CUDA: the arguments of the kernel of `cuda_products`, and how it is launched.
 
 Called by `packed` and its subclasses. Imports Triton only when a product on CUDA is asked for.
 """
@@ -21,12 +21,14 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 COLUMNS = 128
 """Columns that the kernel decodes at a time."""
 LEAST_GROUP = 32
-"""Columns with one scale. With the 16 of nvfp4, products were wrong on an H200 with Triton 3.6; why isn't known."""
+"""Fewest columns with one scale. With the 16 of nvfp4, products were wrong on an H200 with Triton 3.6: it lays out the
+operands of such a product for 4 threads with 8 columns each (`kWidth = 8` in what it compiles), which 16 can't fill."""
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Matrix:
-    """One packed matrix: row by row `(code - zero) * scale + least`, where what isn't there is left out."""
+    """One packed matrix. Row by row, a weight is `(code - zero) * scale + least`; tensors that are None are left
+    out."""
 
     codes: Tensor
     """`[out, in]`, or `[out, in/2]` if two are in a byte."""
@@ -38,9 +40,9 @@ class Matrix:
     """`[out]`: the scales are multiplied by it, or divided."""
     divides: bool = False
     values: tuple[float, ...] | None = None
-    """What the codes stand for, if two are in a byte."""
+    """The 16 values of the codes, if two codes are in a byte."""
     high_first: bool = False
-    """Whether the first of two codes is above the second."""
+    """True if the first of two codes is in the upper half of the byte."""
 
     @property
     def per_byte(self) -> int:
@@ -59,12 +61,12 @@ class Matrix:
 
     @property
     def scales_outputs(self) -> bool:
-        """Whether there is one scale for a row and nothing else: sums are scaled when they are complete."""
+        """True if there is one scale for a row and nothing else: the complete sums are scaled."""
         return self.group == self.width and self.zero is None and self.least is None
 
 
 def takes(inputs: Tensor, matrix: Matrix) -> bool:
-    """Whether the kernel multiplies `[tokens, in]` by this matrix."""
+    """True if the kernel multiplies `[tokens, in]` by this matrix."""
     group = matrix.group
     known = matrix.scale.shape[1] == 1 or group % COLUMNS == 0 or (COLUMNS % group == 0 and group >= LEAST_GROUP)
     few = len(inputs) <= MOST_INPUTS and inputs.dtype in DTYPES
@@ -75,7 +77,7 @@ def takes(inputs: Tensor, matrix: Matrix) -> bool:
 
 @functools.cache
 def _compiles_for(device: torch.device, with_float8: bool) -> bool:
-    """Whether Triton is there, and knows bfloat16 and these types on this GPU."""
+    """True if Triton is there, and knows bfloat16 and these types on this GPU."""
     if importlib.util.find_spec("triton") is None:
         return False
     if device.type != "cuda":
@@ -86,7 +88,7 @@ def _compiles_for(device: torch.device, with_float8: bool) -> bool:
 
 @functools.cache
 def _multiplies_on(device: torch.device) -> bool:
-    """Whether a product works: Triton needs a C compiler, Python's headers, and a folder that it can write to."""
+    """True if a product works: Triton needs a C compiler, Python's headers, and a folder that it can write to."""
     inputs = torch.zeros(1, COLUMNS, dtype=torch.bfloat16, device=device)
     codes, scale = torch.zeros(1, COLUMNS, dtype=torch.int8, device=device), torch.ones(1, 1, device=device)
     try:
@@ -109,7 +111,7 @@ def multiply(inputs: Tensor, matrix: Matrix, tile: Mapping[str, int] | None = No
     tile = dict(tile or usual_tile(num_inputs, matrix))
     at_once = tile.pop("columns")
     columns = at_once if group == width else min(at_once, group)
-    by_instructions = matrix.values is not None and inputs.is_cuda and inputs.dtype != torch.float32
+    by_instructions = matrix.values is not None and _is_on_gpu(inputs) and inputs.dtype != torch.float32
     by_table = matrix.values is not None and not by_instructions
     tensors = (matrix.codes, matrix.scale, matrix.zero, matrix.least, matrix.factor)
     outputs = inputs.new_empty(num_inputs, num_rows)
@@ -138,11 +140,16 @@ def multiply(inputs: Tensor, matrix: Matrix, tile: Mapping[str, int] | None = No
     return outputs
 
 
+def _is_on_gpu(inputs: Tensor) -> bool:
+    """True where instructions of GPUs can be used; tests that only compile replace it."""
+    return inputs.is_cuda
+
+
 def usual_tile(num_inputs: int, matrix: Matrix) -> dict[str, int]:
-    """What one program computes.
+    """The tile that one program computes.
 
     Measured on an H200 with a kernel for int8 alone (11008×4096): 18 µs for 8 inputs, 29 for 32. With groups, columns
-    are the same for all few inputs, or sums would be of another order. All else is assumed.
+    are the same for all numbers of few inputs; otherwise sums would have another order. All else is assumed.
     """
     if num_inputs > MOST_INPUTS:  # to compare
         return {"some_inputs": 128, "some_rows": 128, "columns": 64, "num_warps": 8, "num_stages": 3}
@@ -156,9 +163,9 @@ def usual_tile(num_inputs: int, matrix: Matrix) -> dict[str, int]:
 def decoding(values: tuple[float, ...], dtype: torch.dtype, high_first: bool) -> str:
     """Instructions that make the 8 codes of `$4` into pairs of values in 16 bits, the first one below: `$0` to `$3`.
 
-    `prmt` takes the bytes of a value from 8 bytes by the lowest 3 bits of a code; so it is asked for those of the first
-    and of the last 8 values, and then for those that the highest bit says. Reading a table in memory takes as many
-    accesses as there are weights, more than a GPU has time for.
+    `prmt` takes the bytes of a value from 8 bytes by the lowest 3 bits of a code. So it looks up the code among the
+    first and among the last 8 values, and the highest bit chooses one of the two. Reading a table in memory takes as
+    many accesses as there are weights, more than a GPU has time for.
     """
     numbers = torch.tensor(values, dtype=torch.float64).to(dtype).view(torch.int16).tolist()
     lines = ["{", ".reg .b32 codes, low, high, first, last, below, above;"]

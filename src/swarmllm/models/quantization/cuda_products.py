@@ -1,14 +1,14 @@
 """One product for all packed formats on CUDA: a few inputs by codes that are decoded where they are multiplied.
 
-Launched by `cuda` alone, which imports this module when there is something to multiply: Triton is no dependency of
-machines without CUDA. The kernel reads each code once for every 16 or 32 inputs. It waits for no number from the GPU,
-so a CUDA graph can hold it. What one input gives doesn't depend on the others: its sums are in the order of columns.
+Only `cuda` launches it, and imports this module when there is something to multiply: machines without CUDA need no
+Triton. The kernel reads each code once for every 16 or 32 inputs. It waits for no number from the GPU, so a CUDA graph
+can hold it. The result for one input doesn't depend on the others: its sums are in the order of columns.
 
     codes     one in a byte (int8, uint8, float8), or two, which stand for the 16 values of a table
-    weights   (code - zero) * scale + least; scale, zero and least are of a group of columns
+    weights   (code - zero) * scale + least; a group of columns shares scale, zero and least
     product   of a group: scale * (inputs · codes - zero * sum of inputs) + least * sum of inputs, in float32
 
-So inputs are multiplied by the codes themselves, which 16 bits hold exactly, but for values of nf4 and fp4.
+So inputs are multiplied by the codes themselves, which 16 bits hold exactly, except for the values of nf4 and fp4.
 """
 
 import triton

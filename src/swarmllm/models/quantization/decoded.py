@@ -53,7 +53,8 @@ FP4 = tuple(
 """Values of bitsandbytes' own 4-bit float."""
 
 PLANES = {2: (2,), 3: (2, 1), 3.5: (4, 2, 1), 4: (4,), 5: (4, 1), 6: (4, 2)}
-"""Bits of a weight → widths of its planes, from the lowest bits on; for 3.5 those of a number that is two weights."""
+"""Bits of a weight → widths of its planes, from the lowest bits on. For 3.5 bits: planes of a number that is two
+weights."""
 PAIR = 11
 """Values of each weight of such a pair: 11 * 11 fit into 7 bits."""
 
@@ -91,7 +92,7 @@ def _pair_values(values: Sequence[float]) -> Tensor:
 
 
 def values_of_pairs(packed: Tensor, values: Sequence[float]) -> Tensor:
-    """Bytes of `pairs` `[…, n]` → what their codes stand for `[…, 2n]`, float32.
+    """Bytes of `pairs` `[…, n]` → the values of their codes `[…, 2n]`, float32.
 
     One look into a table for two codes is twice as fast as cutting them apart first.
     """
@@ -112,11 +113,11 @@ def scaled(weight: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
 
 
 class Decoded(Packed):
-    """A form that knows what its codes stand for, and leaves the products to this class."""
+    """A form that can decode its codes; this class multiplies by them."""
 
     @property
     def _in_kernels(self) -> bool:
-        """Whether the kernels know these codes."""
+        """True if the kernels know these codes."""
         return True
 
     @abstractmethod
@@ -125,7 +126,7 @@ class Decoded(Packed):
 
     @abstractmethod
     def _decoded(self, rows: dict[str, Tensor]) -> Tensor:
-        """What the kernels would decode, in float32, from these rows of `tensors()`."""
+        """The float32 values that the kernels would decode from these rows of `tensors()`."""
 
     def _rows(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
         if self._in_kernels and self.device.type == "cpu" and kernels.library() is not None:
@@ -151,7 +152,8 @@ class KBit(Decoded):
     """
 
     least: Tensor
-    """The least value of each group. (`minimum` is a method of tensors, whose names `QuantizedWeight` keeps free.)"""
+    """The least value of each group. (`minimum` is a method of tensors, and `QuantizedWeight` keeps such names
+    free.)"""
 
     @classmethod
     def quantize(cls, weight: Tensor, bits: float) -> "KBit":
@@ -191,7 +193,7 @@ class KBit(Decoded):
 
 
 def num_values(bits: float) -> int:
-    """How many values a weight can have."""
+    """The number of values that a weight can have."""
     return PAIR if bits == 3.5 else 1 << int(bits)
 
 
@@ -210,7 +212,7 @@ def pack(codes: Tensor, bits: float) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: float) -> Tensor:
-    """What `pack` has packed."""
+    """The inverse of `pack`."""
     packed_words = packed.contiguous().view(torch.int32)
     words, start, below = packed_words.new_zeros(()), 0, 0
     for width in PLANES[bits]:
@@ -226,7 +228,7 @@ def unpack(packed: Tensor, bits: float) -> Tensor:
 
 
 def _one_above_another(parts: Sequence[Tensor], width: int) -> Tensor:
-    """Each of the words with its bits above those of the one before."""
+    """One word made of several, each with its bits above those of the one before."""
     return functools.reduce(torch.bitwise_or, [part << idx * width for idx, part in enumerate(parts)])
 
 
@@ -239,9 +241,9 @@ class Published(Decoded):
     """Codes that are numbers, `[…, out, in]` (float8_e4m3fn, int8 or uint8), with scales `[…, out, groups]`."""
 
     values: ClassVar[tuple[float, ...] | None] = None
-    """What the codes stand for, if two are in a byte, `[…, out, in/2]`, the first of two below."""
+    """The values of the codes, if two are in a byte, `[…, out, in/2]`, the first of two below."""
     divides: ClassVar[bool] = False
-    """Whether what is named `factor` divides the scales: its inverse would be rounded."""
+    """True if `factor` divides the scales: its inverse would be rounded."""
 
     @property
     def shape(self) -> torch.Size:
@@ -285,14 +287,14 @@ class Fp4Pairs(Published):
 
 
 class Mxfp4Pairs(Published):
-    """4-bit floats, whose scales are powers of two."""
+    """4-bit floats with powers of two as scales."""
 
     values = E2M1
 
 
 @dataclass(frozen=True, eq=False)
 class Uint4(Published):
-    """Whole numbers from 0 to 15, of which each group's zero `[…, out, groups]` is taken away: uint8, or fractions."""
+    """Whole numbers from 0 to 15, minus each group's zero `[…, out, groups]`: uint8, or fractions."""
 
     zero: Tensor
     values = UINT4
@@ -307,8 +309,8 @@ class ZeroedBytes(Published):
 
 @dataclass(frozen=True, eq=False)
 class ShiftedInt4(Published):
-    """Whole numbers from -8 to 7, to whose products with the scales something is added: `[…, out, groups]`, of the
-    scales' dtype, which has 16 bits: kernels round the products only if they aren't exact."""
+    """Whole numbers from -8 to 7, times the scales, plus `least` `[…, out, groups]`. Both have the same 16-bit dtype:
+    kernels round the products only if they aren't exact."""
 
     least: Tensor
     values = INT4
@@ -348,7 +350,7 @@ _OWN: dict[int, tuple[str, int, int, Callable[[Tensor], Tensor]]] = {
     6: ("Q5_0", 32, 22, _q5_0),
     7: ("Q5_1", 32, 24, _q5_1),
 }
-"""Kinds that transformers lacks: number → (name, weights of a block, its bytes, what they are)."""
+"""Kinds that transformers lacks: number → (name, weights of a block, its bytes, function that decodes it)."""
 
 
 KINDS: dict[int, tuple[str, int, int]] = {

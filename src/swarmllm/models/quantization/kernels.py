@@ -1,9 +1,9 @@
 """Products with weights of few bits on CPUs by `kernels.c`, and their speed.
 
-`kernels.c` is built when swarmllm is installed. Where a compiler was missing, or a processor lacks the instructions,
-`library()` is None, and torch multiplies. Which of the exact ways to multiply is the fastest on this processor is
-measured when it is first needed, in some 50 ms each: otherwise it would take a table of processors' names. Used by all
-forms of packed weights.
+`kernels.c` is built when swarmllm is installed. If the compiler was missing, or the processor lacks the instructions,
+`library()` is None, and torch multiplies. The fastest of the exact ways to multiply on this processor is measured when
+it is first needed, in some 50 ms each: a table of processors would be the alternative. Used by all forms of packed
+weights.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 AT_A_TIME = 16
 """Inputs that the kernels multiply by rows which they have decoded once."""
 WORTH_A_THREAD = 1 << 20
-"""Codes. Assumed: below, handing half of them to another thread costs what it saves."""
+"""Codes of a matrix. Assumed: below, giving half of them to another thread costs as much as it saves."""
 _PAIRS, _PLANES = 0, 3
 _CODES = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.uint8: 4}
 _GGUF = 64
@@ -35,11 +35,11 @@ _GGUF = 64
 _NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2, torch.float16: 3, torch.uint8: 4}
 
 REPEATS = 4
-"""The fastest counts: what disturbs a measurement only ever makes it slower."""
+"""The fastest run counts: disturbances only ever make a run slower."""
 MANY = 128
 """Inputs of a product that is no longer mostly decoding."""
 COLD_ROWS = 24 << 10
-"""50 MB of codes: weights of which a cache has none, as in a decode step. In a cache both kernels are as fast."""
+"""50 MB of codes, too many for a cache, as in a decode step. In a cache both kernels are as fast."""
 NO_LIMIT = 1 << 30
 
 
@@ -88,7 +88,7 @@ def library() -> Any:
 
 @functools.cache
 def level() -> int:
-    """Which of the compiled versions is used: 4 with AVX-512, 3 with AVX2, 1 otherwise, and where torch is told so."""
+    """The compiled version in use: 4 with AVX-512, 3 with AVX2, 1 otherwise; lower if torch is told so."""
     wished = {"default": 1, "avx2": 3}.get(os.environ.get("ATEN_CPU_CAPABILITY", ""), 4)
     return min(wished, int(library().swarmllm_level()))
 
@@ -108,9 +108,8 @@ class Matrix:
         least: Tensor | None = None,
         gguf: tuple[int, int] | None = None,
     ) -> None:
-        """`values`: of codes of which two are in a byte. `least`: added to the products of codes with scales; codes
-        without `values` are then `KBit`'s. `gguf`: of rows of GGUF's blocks, their kind and how many weights a row has.
-        """
+        """`values`: the values of codes, two in a byte. `least`: added to the products of codes with scales; codes
+        without `values` are then `KBit`'s. `gguf`: the kind of GGUF's blocks, and the number of weights in a row."""
         groups = codes.shape[1] if scale is None else scale.shape[1]
         if gguf is not None:
             kind, self.columns = _GGUF + gguf[0], gguf[1]
@@ -122,7 +121,7 @@ class Matrix:
             kind, self.columns = _CODES[codes.dtype], codes.shape[1]
         self.rows = codes.shape[0]
         table = None if values is None else torch.tensor(values)
-        # The kernels see addresses only: what is behind them must be in one piece, and live as long as this.
+        # The kernels get addresses only: the tensors must be contiguous, and live as long as this object.
         tensors = (codes, scale, zero, factor, table, least)
         self._tensors = [None if one is None else one.contiguous() for one in tensors]
         self._weight = _Weight(
@@ -182,7 +181,7 @@ def computing_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 @functools.cache
 def float32_speedup() -> float:
-    """How many times as fast this processor multiplies codes as float32 as it does as bfloat16.
+    """The speed of products of codes as float32 on this processor, relative to bfloat16.
 
     Measured (5632×2048, 128 tokens, one thread): 33 ms against 43 with AVX-512 and its bfloat16, against 240 with AVX2.
     """
@@ -191,7 +190,7 @@ def float32_speedup() -> float:
 
 
 def kernels_take(inputs: Tensor) -> bool:
-    """Whether inputs `[tokens, in]` go through our kernels: there are some, and they are faster."""
+    """True if inputs `[tokens, in]` go through our kernels: they are there, and faster."""
     if inputs.dtype == torch.float64 or library() is None:
         return False
     return inputs.shape[0] <= AT_A_TIME or inputs.shape[0] <= most_inputs(inputs.dtype)
@@ -199,7 +198,7 @@ def kernels_take(inputs: Tensor) -> bool:
 
 @functools.cache
 def most_inputs(dtype: torch.dtype) -> int:
-    """How many inputs of this dtype our kernels multiply faster than torch does by rows that are decoded for it.
+    """The number of inputs of this dtype up to which our kernels are faster than torch with rows decoded for it.
 
     The kernels' time grows with the inputs, torch's begins with the decoding. Measured (5632×2048, int8, one thread,
     Zen 5): with AVX-512 the kernels are faster for up to 24 inputs in bfloat16, which has instructions of its own, and
@@ -218,7 +217,7 @@ def most_inputs(dtype: torch.dtype) -> int:
 
 @functools.cache
 def torch_multiplies_int8_faster() -> bool:
-    """Whether `torch._weight_int8pack_mm` is faster than our kernels for a few inputs, or there are none.
+    """True if `torch._weight_int8pack_mm` is faster than our kernels for a few inputs, or there are none.
 
     Measured (5632×2048, one thread, Zen 5; 10⁹ weights per second for 1, 4 and 8 inputs): 16, 15 and 8 against 24, 17
     and 11 with AVX-512, 15, 9 and 5 against 22, 10 and 6 with AVX2. ARM, for which torch has a kernel, wasn't tried.

@@ -62,22 +62,22 @@ ROWS = 256
 """Rows of a weight that are compared, if it has a multiple of these: kernels work on rows in parts, and a whole large
 weight takes 25 times as long, at each start (measured: 9 s with AVX2, hidden 2048)."""
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-"""Relative errors that rounding explains, some three times those measured."""
+"""Relative errors that rounding explains: about three times the measured ones."""
 LLM_INT8_TOLERANCE = 5e-2
 """The same of outputs where inputs are rounded to 8 bits as well."""
 
 
 @register_quantization_config(METHOD)
 class LoadingConfig(QuantizationConfigMixin):
-    """What `from_pretrained` is given as `quantization_config`."""
+    """The `quantization_config` for `from_pretrained`."""
 
     def __init__(self, quantization: Quantization, device: torch.device, comes_packed: bool = False) -> None:
         self.quant_method = METHOD
         self.quantization = quantization
         self.device = device
-        """Where the weights are going to be: the layout depends on it."""
+        """The device of the loaded weights; their layout depends on it."""
         self.comes_packed = comes_packed
-        """Whether the checkpoint has weights in few bits, which stay as they are."""
+        """True if the checkpoint has weights in few bits, which stay as they are."""
 
     def to_dict(self) -> dict[str, Any]:
         return {"quant_method": METHOD, "quant_type": self.quantization.quant_type}
@@ -91,7 +91,7 @@ class _Quantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.misshapen: set[str] = set()
         self._blocks = ""
-        """Where the blocks are in the model; what lies around them stays as it is."""
+        """The path of the blocks in the model; everything outside of them stays as it is."""
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
         blocks = find_blocks(model).blocks
@@ -105,7 +105,7 @@ class _Quantizer(HfQuantizer):
         return self.quantization_config.quantization.format_of(model, name)
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **_: Any) -> bool:
-        """Whether `_Quantize` has to see it: any matrix of the blocks, which may come packed."""
+        """True for every matrix of the blocks: it may come packed."""
         if param_name in self.misshapen or not param_name.startswith(self._blocks):
             return False
         return self.quantization_config.comes_packed or self.form_of(model, param_name) != "none"
@@ -114,7 +114,7 @@ class _Quantizer(HfQuantizer):
         return _Quantize(self)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
-        self.remove_quantization_config(model)  # its config says what the checkpoint is, as ever
+        self.remove_quantization_config(model)  # the config describes the checkpoint, as without quantization
         return model
 
     def is_serializable(self) -> bool:
@@ -126,7 +126,8 @@ class _Quantizer(HfQuantizer):
 
 
 class _Quantize(ConversionOps):
-    """Puts a `QuantizedWeight` in place of a parameter; returns what transformers has to put in place itself."""
+    """Puts a `QuantizedWeight` in place of a parameter; returns the parameters that transformers has to put in place
+    itself."""
 
     def __init__(self, quantizer: _Quantizer) -> None:
         self._quantizer = quantizer

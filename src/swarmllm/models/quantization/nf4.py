@@ -1,6 +1,6 @@
-"""4-bit normal floats (QLoRA, section 3), multiplied by bitsandbytes' kernel where the processor has what it needs.
+"""4-bit normal floats (QLoRA, section 3), multiplied by bitsandbytes' kernel if the processor has its instructions.
 
-Elsewhere `loading` packs them as `published.Nf4Pairs`, for our own kernels. Used by `loading`.
+On other processors `loading` packs them as `decoded.Nf4Pairs`, for our own kernels. Used by `loading`.
 """
 
 import functools
@@ -18,7 +18,7 @@ from swarmllm.models.quantization.rules import GROUP
 KERNEL_TOKENS = 32
 """Most tokens for the kernel of bitsandbytes. Measured (5632×2048 bfloat16): 32 tokens take 5.1 ms, dequantized 9."""
 STEPS = 1 << 16
-"""How finely a weight is looked at to find the nearest code."""
+"""Steps in which a weight is looked up to find the nearest code."""
 
 
 class Nf4(Packed):
@@ -139,7 +139,7 @@ def _functional() -> Any:
 
 
 def bitsandbytes_kernel() -> bool:
-    """Whether bitsandbytes has its NF4 kernel for this processor (AVX512 with bfloat16)."""
+    """True if bitsandbytes has its NF4 kernel for this processor (AVX512 with bfloat16)."""
     return bool(_functional().has_avx512bf16())
 
 

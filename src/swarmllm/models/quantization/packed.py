@@ -38,7 +38,7 @@ OUTLIER_THRESHOLD = 6.0
 """Inputs beyond this are multiplied as they are (section 3.2)."""
 LARGEST = 127
 WHOLE_BYTES = 8
-"""cuBLAS multiplies matrices of whole numbers whose sides are multiples of this."""
+"""The sides of matrices of whole numbers must be multiples of this for cuBLAS."""
 PADDED_ROWS = 32
 """And it wants more than 16 inputs."""
 
@@ -97,7 +97,7 @@ class Packed:
 
     def multiply(self, inputs: Tensor) -> Tensor:
         """`[tokens, in]` → `[tokens, out]` of the inputs' dtype."""
-        if inputs.shape[0] == 0:  # for which `len` calls Python
+        if inputs.shape[0] == 0:  # `len` would call Python
             return inputs.new_zeros(0, self.shape[0])
         if inputs.device.type == "cuda":
             matrix = self._cuda_matrix()
@@ -112,7 +112,7 @@ class Packed:
         wide = inputs.to(dtype)
         outputs = wide.new_empty(len(inputs), self.shape[0])
         for start, end in self._slices(dtype):
-            if scale is not None and dtype == torch.float16:  # in which sums of codes would be infinite
+            if scale is not None and dtype == torch.float16:  # sums of codes would be infinite in it
                 rows = self._rows(start, end, torch.float32).mul_(scale[start:end, None]).to(dtype)
             else:
                 rows = self._rows(start, end, dtype)
@@ -122,7 +122,7 @@ class Packed:
         return outputs.to(inputs.dtype)
 
     def multiply_transposed(self, grads: Tensor) -> Tensor:
-        """`[tokens, out]` → `[tokens, in]`: what gradients need."""
+        """`[tokens, out]` → `[tokens, in]`, for gradients."""
         dtype, scale = computing_dtype(grads.dtype, grads.device), self._output_scale()
         wide = grads.to(dtype) if scale is None else grads.to(dtype) * scale
         slices = self._slices(dtype)
@@ -151,7 +151,7 @@ class Packed:
 
     @abstractmethod
     def _output_scale(self) -> Tensor | None:
-        """`[out]`: what is cheaper to multiply with the outputs than with the weights."""
+        """`[out]`: scales that are cheaper to multiply with the outputs than with the weights."""
 
     @abstractmethod
     def _kernel_takes(self, inputs: Tensor) -> bool: ...
@@ -228,8 +228,8 @@ class Int8(Packed):
         return kernels.Matrix(self.codes, self.scale[:, None]).multiply(inputs.float()).to(inputs.dtype)
 
     def _by_torch(self, inputs: Tensor) -> bool:
-        """Whether torch's kernel is the fastest, and for such inputs: for other dtypes it is a plain loop, and of rows
-        that don't fill its vectors it reads beyond the end."""
+        """True if torch's kernel is the fastest, and can take such inputs: for other dtypes it is a plain loop, and it
+        reads beyond the end of rows that don't fill its vectors."""
         fits = inputs.dtype == self.scale.dtype == torch.bfloat16 and inputs.shape[1] % INT8_KERNEL_COLUMNS == 0
         return fits and inputs.shape[0] <= INT8_KERNEL_TOKENS and torch_multiplies_int8_faster()
 
@@ -265,7 +265,7 @@ class LlmInt8(Int8):
 
     def multiply(self, inputs: Tensor) -> Tensor:
         wide = inputs.float()
-        is_outlier = ~(wide.abs() <= OUTLIER_THRESHOLD)  # what is no number goes the exact way, and stays none
+        is_outlier = ~(wide.abs() <= OUTLIER_THRESHOLD)  # NaN goes the exact way, and stays NaN
         usual = wide.masked_fill(is_outlier, 0.0)
         steps = (usual.abs().amax(-1, keepdim=True) / LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
         products = _product(usual.div_(steps).round_().to(torch.int8), self.codes)

@@ -1,4 +1,4 @@
-"""Which weights of a model are quantized: decided from names and shapes, before anything is loaded."""
+"""The choice of weights to quantize: decided from names and shapes, before anything is loaded."""
 
 from dataclasses import dataclass
 from typing import Literal, cast, get_args
@@ -41,14 +41,15 @@ _TRANSPOSED_EXPERTS = frozenset({"Llama4TextExperts"})
 
 @dataclass(frozen=True)
 class Quantization:
-    """How the weights of blocks are stored."""
+    """The types in which the weights of blocks are stored."""
 
     quant_type: QuantType = "none"
     smallest: int = SMALLEST
     """Weights with fewer elements than this (of one expert) stay in full precision."""
 
     def format_of(self, model: PreTrainedModel, name: str) -> StoredType:
-        """What a parameter of the model is stored as: `none` for everything but large matrices of linear maps."""
+        """The type in which a parameter of the model is stored: `none` for everything but large matrices of linear
+        maps."""
         if self.quant_type == "none" or not may_be_packed(model, name):
             return "none"
         path, _, leaf = name.rpartition(".")
@@ -85,7 +86,7 @@ def resolve_quantization(quant_type: str) -> Quantization:
 
 
 def may_be_packed(model: PreTrainedModel, name: str) -> bool:
-    """Whether a parameter of the model is the matrix, or are the matrices, of linear maps and nothing else."""
+    """True if a parameter of the model is the matrix, or the matrices, of linear maps and nothing else."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
     weight = module._parameters.get(leaf)
@@ -110,7 +111,7 @@ def _tied(model: PreTrainedModel) -> set[str]:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether the module stores its weights as `[…, in, out]` and multiplies `x @ weight`."""
+    """True if the module stores its weights as `[…, in, out]` and multiplies `x @ weight`."""
     if isinstance(module, Conv1D) or type(module).__name__ in _TRANSPOSED_EXPERTS:
         return True
     return bool(getattr(module, "is_transposed", False))

@@ -1,9 +1,9 @@
 """A packed weight in the place of a parameter, so that any model code runs on it unchanged.
 
-It looks like a tensor: `linear`, `@`, `addmm`, `bmm` and grouped products multiply by the packed numbers, indexing
-takes an expert, and whatever else torch is asked to do with it happens to the dequantized weight. So `nn.Linear` stays
-`nn.Linear`, transposed layers (GPT-2) and fused experts need no modules of their own, and adapters wrap them as ever.
-Put in place by `loading`.
+It looks like a tensor. `linear`, `@`, `addmm`, `bmm` and grouped products multiply by the packed numbers, indexing
+takes an expert, and every other operation of torch uses the dequantized weight. So `nn.Linear` stays `nn.Linear`,
+transposed layers (GPT-2) and fused experts need no modules of their own, and adapters wrap them as usual. Put in place
+by `loading`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,8 +19,8 @@ from swarmllm.models.quantization.packed import Packed
 
 
 class PackedView:
-    """A packed weight, or the experts or the transposition of one, as model code sees it: `[…, out, in]`, or
-    `[…, in, out]` where the model stores it transposed."""
+    """A packed weight, its experts, or its transposition, in the shape that model code expects: `[…, out, in]`, or `[…,
+    in, out]` if the model stores it transposed."""
 
     requires_grad = False
     grad = None
@@ -219,4 +219,4 @@ _PRODUCTS: dict[Any, Callable[..., Any]] = {
     Tensor.__matmul__: _matmul,
     Tensor.matmul: _matmul,
 }
-"""What is multiplied or joined packed; everything else is done to the dequantized weight."""
+"""Operations that work on the packed weight; all others work on the dequantized weight."""

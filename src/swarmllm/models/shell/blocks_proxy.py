@@ -52,19 +52,19 @@ class Call:
     begun."""
     cache: RemoteCache | None = None
     hidden_is_callers: bool = False
-    """The hidden states may be a tensor of the user's, who may change it in place later."""
+    """The hidden states may be a tensor of the user, and be changed in place later."""
     used_up: tuple[Any, ...] = ()
     """Lists and dicts to clear when the blocks have run: the blocks have added their contents themselves."""
     played: list[Tensor] = field(default_factory=list)
     """The output of the blocks that ran last, while the model's code goes through them one by one (`playback`)."""
-    hears: bool = False
-    """The hidden states come from audio, so only they tell their number (`with_audio`)."""
+    from_audio: bool = False
+    """The hidden states come from audio, so only they tell their number (`with_actual_size`)."""
     hooked: frozenset[int] = frozenset()
     """Boundaries at which users' hooks read hidden states; see `HollowBlocks.hooked`."""
 
     @property
     def is_played(self) -> bool:
-        """Whether the model's code goes through the blocks one by one."""
+        """True if the model's code goes through the blocks one by one."""
         return self.inputs is not None and (self.inputs.inner is not None or bool(self.hooked))
 
 
@@ -88,10 +88,12 @@ def calling(call: Call) -> Iterator[Call]:
         _call.reset(token)
 
 
-def with_audio(call: Call, block: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+def with_actual_size(
+    call: Call, block: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Call:
     """The call with the size and the mask that the first block is given.
 
-    For encoders of audio, and for those that pad their text themselves: nobody knows either before that block.
+    For encoders of audio, and for encoders that pad their text themselves. Both are unknown before that block.
 
     Raises:
         ConfigurationError: the mask hides more than padding, or the call has tensors for the unpadded positions.
@@ -142,8 +144,8 @@ class BlocksProxy(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden: Tensor = args[0] if args else kwargs[self.first_argument]
         call, num_outputs = current_call(), self.traits.block_output
-        if call.inputs is not None and (call.hears or (self.encodes and hidden.shape[1] != call.inputs.seq_len)):
-            call = with_audio(call, self.block, hidden, args, kwargs)
+        if call.inputs is not None and (call.from_audio or (self.encodes and hidden.shape[1] != call.inputs.seq_len)):
+            call = with_actual_size(call, self.block, hidden, args, kwargs)
         output = self.run_call(call, hidden)
         return output if num_outputs == 0 else (output, *(None,) * (num_outputs - 1))
 

@@ -2,18 +2,18 @@
 
 `loading` gives an instance of the architecture's own class, so `generate()`, `forward(labels=…)`, pipelines and
 trainers work on it. Its block list holds one proxy module (`blocks_proxy`), and its stack has a forward of ours
-(`stack_forward`). `ClientShell` is what the class does otherwise than transformers: caches of `generate()`, peft's
-adapters. `TrainingNotices` tells somebody who trains, once, how it differs from training the whole model locally.
+(`stack_forward`). `ClientShell` overrides methods of the class: caches of `generate()`, peft's adapters.
+`TrainingNotices` logs, once, how training differs from training the whole model locally.
 
 `cache_of_call` chooses the cache of one forward, before the architecture's code sees the arguments:
 
     a remote cache is given                         its session goes on
     use_cache is False, or the model is an encoder  none: the blocks run on the whole batch at once
     use_cache=True, without gradients               a session is opened, and its cache returned
-    the same inside generate() of a user's session  the model has dropped the cache that it was given, as LongRoPE makes
-                                                    it do once a text is long enough: the session begins anew
-    anything else, where transformers makes one     as without a cache; the one that is returned opens a session only
-                                                    when it is continued, which computes what it holds once more
+    the same inside generate() of a user's session  the model has dropped the cache, as it does with LongRoPE once a
+                                                    text is long enough: the session begins anew
+    anything else for which transformers makes one  the blocks run without a session; the returned cache opens one only
+                                                    when it is continued, and computes its positions again
 """
 
 import logging
@@ -29,7 +29,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from swarmllm.data_structures import BlockTraits
 from swarmllm.errors import ConfigurationError, LocalProtocolError
 from swarmllm.models.adapters.block_adapter import AUTOCAST
-from swarmllm.models.architecture import Stack, cache_argument, decoder_stack, is_encoder, sees
+from swarmllm.models.architecture import Stack, cache_argument, decoder_stack, has_vision, is_encoder
 from swarmllm.models.block_slots import ForwardStopped
 from swarmllm.models.boundary.block_inputs import check_mask
 from swarmllm.models.shell.blocks_proxy import BlocksRunner, Call, calling
@@ -42,42 +42,42 @@ from swarmllm.models.shell.unseen_changes import UnseenChanges
 logger = logging.getLogger(__name__)
 
 SOFT_PROMPT_ROOM = 128
-"""Positions that peft's soft prompts may take in a session that `generate()` opens, which doesn't count them. Assumed:
-they rarely have more than 100 tokens; the servers' cache for them costs little."""
+"""Positions that a session of `generate()` has left for peft's soft prompts, which `generate()` doesn't count. Assumed:
+they rarely have more than 100 tokens, and the cache for them costs servers little."""
 
 NO_CACHE_IN_TRAINING = {"falcon_mamba", "mamba", "mamba2", "rwkv"}
-"""Types of models that make a cache in train mode only if `use_cache` says so (their forward in transformers)."""
+"""Types of models whose forward makes a cache in train mode only if `use_cache` is given."""
 _spent: "weakref.WeakSet[Any]" = weakref.WeakSet()
-"""Local caches that were taken for a prefix. Locally they would hold the text of that call by now."""
+"""Local caches used as a prefix before. With a local model they would hold the text of that call as well."""
 
 
 @dataclass(frozen=True, eq=False)
 class ShellStack:
-    """One stack of the model as the client has it."""
+    """One stack of the model, on the client."""
 
     stack: Stack
     module: PreTrainedModel
-    """What loops over the blocks."""
+    """The module that loops over the blocks."""
     traits: BlockTraits
     adapters: BlockAdapters
     unseen: UnseenChanges
-    sees: bool = False
-    """Whether the model takes pictures, of which the stack is given more than embeddings."""
-    hears: bool = False
-    """Whether the stack takes sound."""
+    has_vision: bool = False
+    """The model has vision, and its stack is given more than embeddings."""
+    takes_audio: bool = False
+    """The stack takes audio."""
 
 
 class ClientShell:
-    """Mixed into the architecture's class, below the caller's own mixin."""
+    """A mixin of the architecture's class, behind the mixin of the caller."""
 
     swarm_runner: BlocksRunner
     swarm_traits: BlockTraits
     swarm_stacks: list[ShellStack]
     swarm_adapters: BlockAdapters
-    """Those of the last stack, as its runner and traits are."""
+    """The adapters of the last stack, like the runner and the traits."""
     swarm_notices: "TrainingNotices"
     swarm_prepared: "weakref.WeakValueDictionary[int, RemoteCache]"
-    """By thread, the cache of its last `generate()`; peft puts a prefix in its place."""
+    """The cache of the last `generate()` in each thread. peft replaces it by its prefix."""
     config: PreTrainedConfig
     tuned_prompts: TunedPrompts | None
 
@@ -87,7 +87,7 @@ class ClientShell:
 
     @property
     def peft_config(self) -> dict[str, Any]:
-        """peft's configs of the adapters that it has put into the model, by name."""
+        """peft's configs of the adapters in the model, by name."""
         if "_peft_config" not in self.__dict__:
             raise AttributeError("the model has no adapter of peft")
         found: dict[str, Any] = self.__dict__["_peft_config"]
@@ -105,28 +105,28 @@ class ClientShell:
 
     @property
     def local_blocks(self) -> nn.ModuleList:
-        """The blocks that run here, frozen at first: `.requires_grad_(True)` has them trained."""
+        """The blocks that run here. They are frozen at first: call `.requires_grad_(True)` to train them."""
         return nn.ModuleList(self.swarm_adapters.blocks.here.values())
 
     @property
     def is_gradient_checkpointing(self) -> bool:
-        """What peft asks for by its old name, of which transformers' own would warn."""
+        """peft asks for it by this old name, at which transformers would warn."""
         is_on: bool = self.is_activation_checkpointing  # type: ignore[attr-defined]
         return is_on
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """Parameters of the whole model, blocks included; `only_trainable`: of what can be trained here."""
+        """Parameters of the whole model, blocks included; `only_trainable`: those that are trained here."""
         here: int = super().num_parameters(only_trainable, exclude_embeddings)  # type: ignore[misc]
         elsewhere = sum(stack.adapters.blocks.num_parameters(exclude_embeddings) for stack in self.swarm_stacks)
         return here if only_trainable else here + elsewhere
 
     def active_cache_session(self) -> CacheSession | None:
-        """The session that `generate()` shall continue, if the user has opened one."""
+        """The session that `generate()` continues; None unless the user has opened one."""
         return None
 
     def _prepare_generation_config(self, *args: Any, **kwargs: Any) -> Any:
         found = super()._prepare_generation_config(*args, **kwargs)  # type: ignore[misc]
-        if found[0].assistant_early_exit is not None:  # transformers would change the config, and not change it back
+        if found[0].assistant_early_exit is not None:  # transformers would change the config for good
             raise ConfigurationError(
                 "assistant_early_exit would run some of the blocks, and servers run all of them: set it to None, and "
                 "give generate() an assistant_model= or prompt_lookup_num_tokens="
@@ -146,11 +146,11 @@ class ClientShell:
         if given is not None:
             if not isinstance(given, RemoteCache):
                 raise ConfigurationError("past_key_values of generate() can only be what an earlier call has returned")
-            given._is_user_defined = True  # transformers' own mark: positions continue, the cache is returned
+            given._is_user_defined = True  # transformers' own mark: continue positions, and return the cache
             return
         if generation_config.use_cache is False:
             return
-        # Prompt lookup checks guesses up to, and some beyond, the last token that is wanted.
+        # Prompt lookup checks guesses up to the last token, and some beyond it.
         room = 1 + (generation_config.prompt_lookup_num_tokens or 0) + SOFT_PROMPT_ROOM
         room += 0 if self.tuned_prompts is None else len(self.tuned_prompts)
         cache = self.new_remote_cache(batch_size * _rows_per_prompt(generation_config), max_cache_length + room)
@@ -160,7 +160,7 @@ class ClientShell:
         self.swarm_prepared[get_ident()] = cache
 
     def _postprocess_outputs(self, seek_outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Whisper's, which would copy each row's keys and values, though they are on servers: without them."""
+        """Whisper's, without the cache: it would copy each row's keys and values, which are on servers."""
         if not isinstance(seek_outputs, Tensor):
             kept = {name: value for name, value in seek_outputs.items() if name != "past_key_values"}
             seek_outputs = type(seek_outputs)(**kept)
@@ -168,7 +168,7 @@ class ClientShell:
 
     def _prepare_position_ids_for_generation(self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
         mask = model_kwargs.get("attention_mask")
-        if mask is not None and not self.config.is_encoder_decoder:  # of ones alone, no forward would see it
+        if mask is not None and not self.config.is_encoder_decoder:  # a mask of ones would reach no forward
             cache = model_kwargs.get(cache_argument(decoder_stack(self)))
             batch_size, seq_len = inputs_tensor.shape[:2]
             past = cache.length if isinstance(cache, RemoteCache) and mask.shape[-1] > seq_len else 0
@@ -177,7 +177,7 @@ class ClientShell:
         return positions
 
     def new_remote_cache(self, batch_size: int, max_length: int | None) -> RemoteCache:
-        """A cache for that many rows, on the user's session or on a new one."""
+        """A cache of `batch_size` rows, on the user's session or on a new one."""
         session = self.active_cache_session() or self.swarm_runner.new_cache_session(batch_size, max_length)
         cache = RemoteCache(self.config, session, batch_size)
         cache.num_hidden = 0 if self.tuned_prompts is None else len(self.tuned_prompts)
@@ -185,7 +185,7 @@ class ClientShell:
 
 
 def embed(model: PreTrainedModel, input_ids: Tensor | None = None, **kwargs: Any) -> Tensor:
-    """Everything that the model computes before its first block; returns hidden states `[batch, seq, hidden]`."""
+    """Compute everything before the first block; returns hidden states `[batch, seq, hidden]`."""
     entering: list[Tensor] = []
 
     def stop(hidden: Tensor) -> Tensor:
@@ -201,7 +201,7 @@ def embed(model: PreTrainedModel, input_ids: Tensor | None = None, **kwargs: Any
 
 
 def head(model: PreTrainedModel, hidden_states: Tensor) -> Tensor:
-    """Everything that the model computes after its last block; returns logits `[batch, seq, vocabulary]`."""
+    """Compute everything after the last block; returns logits `[batch, seq, vocabulary]`."""
     traits: BlockTraits = model.swarm_traits
     batch_size, seq_len = hidden_states.shape[traits.batch_axis : traits.batch_axis + 2]
     ids = torch.zeros((batch_size, seq_len), dtype=torch.long, device=hidden_states.device)
@@ -211,20 +211,20 @@ def head(model: PreTrainedModel, hidden_states: Tensor) -> Tensor:
 
 
 def _rows_per_prompt(generation_config: Any) -> int:
-    """generate() repeats each prompt before the prefill."""
+    """Rows that `generate()` makes of each prompt before the prefill."""
     return max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
 
 
 def cache_of_call(
     shell: Any, config: PreTrainedConfig, kwargs: dict[str, Any], name: str
 ) -> tuple[RemoteCache | None, TunedPrefix | None]:
-    """The remote cache of this forward: the given one, or a new one where transformers would make its own.
+    """(cache, prefix) of this forward. The cache is the given one, or a new one if transformers would make its own.
 
-    And the prefix that it begins with, if the caller has given one as a cache. Puts under `name` of `kwargs` what the
-    stack is to take for its cache.
+    The prefix is what the caller has given as a cache, if it is one of peft's. `kwargs[name]` is replaced by the cache
+    that the stack's forward is to see.
 
     Raises:
-        ConfigurationError: what was given as a cache can't be one, or it isn't clear which one is meant.
+        ConfigurationError: the given cache can't be used, or it isn't clear which session is meant.
     """
     cache = kwargs.get(name)
     if isinstance(cache, RemoteCache):
@@ -234,8 +234,8 @@ def cache_of_call(
     ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
     given = embeds if ids is None else ids
     batch_size = 1 if given is None else given.shape[0]
-    if sees(shell.config) and isinstance(cache, DynamicCache) and not cache.get_seq_length():
-        cache = None  # some models that see make one before they come to their text model
+    if has_vision(shell.config) and isinstance(cache, DynamicCache) and not cache.get_seq_length():
+        cache = None  # some models with vision make one before they call their text model
     prefix = None if cache is None else _prefix(cache, shell, batch_size)
     if not _wants_cache(shell, config, kwargs.get("use_cache")) or given is None:
         kwargs["use_cache"] = False
@@ -264,7 +264,7 @@ def cache_of_call(
 
 
 def _wants_cache(shell: Any, config: PreTrainedConfig, use_cache: bool | None) -> bool:
-    """Whether transformers would run this forward with a cache."""
+    """True if transformers would run this forward with a cache."""
     if use_cache is None:
         is_off = shell.training and config.model_type in NO_CACHE_IN_TRAINING
         use_cache = getattr(config, "use_cache", False) and not is_off
@@ -282,12 +282,12 @@ def _prefix(cache: Any, shell: Any, batch_size: int) -> TunedPrefix:
 
 
 def note_spent(cache: Any) -> None:
-    """A forward has taken this local cache for a prefix."""
+    """Note that a forward has used this local cache as a prefix."""
     _spent.add(cache)
 
 
 def _of_generate(prefix: TunedPrefix | None, shell: Any, batch_size: int) -> RemoteCache | None:
-    """The cache of `generate()`, as long as it needs, in whose place peft has put a prefix."""
+    """The cache of `generate()`, which peft has replaced by `prefix`; it has the length that the text needs."""
     cache: RemoteCache | None = None if prefix is None else shell.swarm_prepared.get(get_ident())
     if cache is None or cache.session.position or cache.batch_size != batch_size:
         return None
@@ -295,14 +295,14 @@ def _of_generate(prefix: TunedPrefix | None, shell: Any, batch_size: int) -> Rem
 
 
 class TrainingNotices:
-    """One object per model."""
+    """Warnings about differences from local training; one object per model."""
 
     def __init__(self, adapters: BlockAdapters) -> None:
         self._num_remote = adapters.blocks.num_tensors
         self._told = False
 
     def tell(self, model: PreTrainedModel) -> None:
-        """Log what holds for this model, unless it has been done."""
+        """Log those that apply to this model, once."""
         if self._told:
             return
         self._told = True
@@ -310,8 +310,8 @@ class TrainingNotices:
         dtype = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
         if torch.is_autocast_enabled(device) and dtype not in AUTOCAST:
             logger.warning(
-                "autocast to %s stays here: servers compute the blocks in their own dtype, so losses differ from a "
-                "local model's by what %s rounds; with bfloat16 (bf16=True) they don't",
+                "autocast to %s stays here: servers compute the blocks in their own dtype, so losses "
+                "differ from a local model's by the rounding of %s; with bfloat16 (bf16=True) they don't",
                 dtype,
                 dtype,
             )
@@ -319,7 +319,7 @@ class TrainingNotices:
         if all(parameter.requires_grad for parameter in own):
             logger.warning(
                 "this trains %d of %d tensors: the others belong to the blocks, which servers keep as they are; adapt "
-                "those with peft, or freeze what shall not be trained with requires_grad_(False). A trainer that needs "
+                "those with peft, or freeze others with requires_grad_(False). A trainer that needs "
                 "a reference and is given none (DPO without peft) loads the whole model onto this machine: give it "
                 "ref_model=, this model opened from the swarm a second time",
                 len(own),

@@ -1,11 +1,10 @@
-"""What servers shall compute with besides their weights, as it is in a client's hollow blocks at a forward.
+"""Changes that servers compute with besides their weights, read from a client's hollow blocks at each forward.
 
-That is: what peft has put there, parameters of the blocks that are trained here (biases), deep prompts, dropout in
-train mode, and autocast. `stack_forward` asks `BlockAdapters.collect` for all of it at each forward.
+These are: adapters of peft, parameters of the blocks that are trained here (biases, norms), deep prompts, dropout in
+train mode, and autocast. `stack_forward` asks `BlockAdapters.collect` for all of them.
 """
 
 import math
-import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
@@ -26,45 +25,41 @@ from swarmllm.models.shell.hollow_modules import HollowModule, ModulePlace, clos
 _versions = count(1)
 _Found = list[tuple[Patch, list[Tensor]]]
 
-INITS = ("gaussian", "orthogonal")
-"""Values of `init_lora_weights`, besides True and False, that leave base weights alone."""
+INITS = (True, False, "gaussian", "orthogonal")
+"""Values of `init_lora_weights` that leave base weights alone."""
 
 
 class BlockAdapters:
-    """Reads what is in the hollow blocks; one object per model."""
+    """Reads the hollow blocks of one stack."""
 
     def __init__(self, blocks: HollowBlocks) -> None:
         self.blocks = blocks
         self._last: BlockAdapter | None = None
         self._known: weakref.WeakKeyDictionary[BlockAdapter, Tensor] = weakref.WeakKeyDictionary()
-        """The values, in one dimension, of adapters that somebody still uses: the last forward, or sessions."""
+        """The values, in one dimension, of adapters that the last forward or a session still uses."""
         self._finding = threading.Lock()
         self._lora: nn.Module | None = None
-        """Any layer of LoRA's, on which peft hangs the names of adapters for rows."""
+        """Any layer of LoRA's: peft hangs the adapters of rows on all of them."""
         self._modules = [
-            (block_idx, path, module)
-            for block_idx, block in blocks.hollow.items()
-            for path, module in block.named_modules()
+            (idx, path, one) for idx, block in blocks.hollow.items() for path, one in block.named_modules()
         ]
-        """The blocks' own, whatever peft puts around them."""
-        self.rates = _dropout(blocks)
-        """The blocks' own dropout above 0, by the names of modules and attributes."""
-        self._dropouts = [
-            (block_idx, path, module, module.p)
-            for block_idx, block in blocks.hollow.items()
-            for path, module in block.named_modules()
-            if isinstance(module, nn.Dropout) and module.p
-        ]
+        """The blocks' own modules, whatever peft puts around them."""
+        self._dropouts = [(*one, one[2].p) for one in self._modules if isinstance(one[2], nn.Dropout) and one[2].p]
+        # rates that attention modules have as plain attributes
+        rates = (vars(one).items() for _, _, one in self._modules)
+        self._drops = bool(self._dropouts) or any(
+            "drop" in name and isinstance(rate, float) and rate > 0 for items in rates for name, rate in items
+        )
 
     def collect(
         self, peft_configs: dict[str, Any], deep_prompts: Iterable[tuple[Patch, list[Tensor]]] = (), device: str = "cpu"
     ) -> tuple[BlockAdapter | None, tuple[Tensor, ...]]:
-        """The adapter for a forward, and the tensors whose values its own are, in their order, in autograd's graph.
+        """The adapter for a forward, and the tensors with its values, in their order, in autograd's graph.
 
         Equal values are the same object with the same version: nothing travels twice, and sessions go on.
 
         Args:
-            device: the type of that which the caller's part of the model is on.
+            device: the type of the device that the caller's part of the model is on.
 
         Raises:
             ConfigurationError: something has been put into the blocks that servers can't compute.
@@ -89,14 +84,14 @@ class BlockAdapters:
             raise ConfigurationError(
                 "the adapter's values are NaN or infinite, so its training has diverged: load an earlier one"
             )
-        parts = iter(torch.split_with_sizes(flat, [math.prod(shape) for patch in patches for shape in patch.shapes]))
-        of_patches = tuple(tuple(next(parts).view(shape) for shape in patch.shapes) for patch in patches)
+        chunks = iter(torch.split_with_sizes(flat, [math.prod(shape) for patch in patches for shape in patch.shapes]))
+        of_patches = tuple(tuple(next(chunks).view(shape) for shape in patch.shapes) for patch in patches)
         adapter = BlockAdapter(patches, of_patches, version=next(_versions))
         self._known[adapter] = flat
         return adapter
 
     def check(self, peft_configs: dict[str, Any]) -> None:
-        """Make what peft has just put into the blocks work, or refuse it at once if servers can't compute it.
+        """Make the adapters that peft has just put into the blocks work, or refuse them if servers can't compute them.
 
         Raises:
             ConfigurationError: they can't.
@@ -113,7 +108,7 @@ class BlockAdapters:
         return next((list(hook.keywords["adapter_names"]) for hook in hooks if is_row_hook(hook)), None)  # the last
 
     def numbers(self, batch_size: int, seq_len: int) -> Tensor | None:
-        """`[batch, seq]`: which adapter each token has, while peft wants several in one batch.
+        """`[batch, seq]`: the number of each token's adapter, while peft wants several in one batch.
 
         Raises:
             ValueError: there are more or fewer names than rows, as peft says it.
@@ -127,64 +122,50 @@ class BlockAdapters:
         return torch.tensor([numbers.get(name, 0) for name in names])[:, None].expand(batch_size, seq_len).contiguous()
 
     def _of_tuners(self, peft_configs: dict[str, Any], begins: bool = False) -> _Found:
-        """`begins`: whether it will be trained is not known yet."""
-        found: _Found = []
+        """Adapters of peft; `begins`: they have just been added."""
         self._lora = None
-        if not peft_configs or "peft" not in sys.modules:
-            return found
+        if not peft_configs:
+            return []
         for config in peft_configs.values():
             _check_config(config)
-        lora = tuner_layers.of_peft("tuners.lora", "LoraLayer")
-        tuners: list[tuple[int, str, nn.Module]] = []
+        modules: list[tuple[int, str, nn.Module]] = []
         for block_idx, block in self.blocks.hollow.items():
-            close_hooks(block, ModulePlace(f"block {block_idx}"))  # of what peft has put there since
-            for path, module in block.named_modules():
-                if tuner_layers.is_tuner(module) or tuner_layers.is_copied(module):
-                    tuners.append((self.blocks.first + block_idx, path, module))
-                    if self._lora is None and isinstance(module, lora):
-                        self._lora = module
+            close_hooks(block, ModulePlace(f"block {block_idx}"))  # of modules that peft has added
+            modules += [(self.blocks.first + block_idx, path, one) for path, one in block.named_modules()]
+        self._lora = next((one for _, _, one in modules if tuner_layers.is_lora(one)), None)
         names = self.row_names()
-        for block_idx, path, module in tuners:
-            if tuner_layers.is_copied(module):
-                found += tuner_layers.whole_patches(block_idx, path, module)
-            else:
-                found += tuner_layers.patches_of(block_idx, path, module, names, begins)
-        return found
+        return [found for one in modules for found in tuner_layers.patches_of(*one, names, begins)]
 
     def _take_biases(self, *, trained: bool) -> None:
-        """Have all biases of the blocks as parameters here, where peft would have those of local blocks trained."""
-        for block in self.blocks.hollow.values():
-            for module in list(block.modules()):
-                tensors = module.hollow_tensors() if isinstance(module, HollowModule) else {}
-                for name in [name for name, tensor in tensors.items() if "bias" in name and tensor.is_parameter]:
+        """Make all biases of the blocks parameters here, where peft would train those of local blocks."""
+        for module in [one for block in self.blocks.hollow.values() for one in block.modules()]:
+            tensors = module.hollow_tensors() if isinstance(module, HollowModule) else {}
+            for name, tensor in tensors.items():
+                if "bias" in name and tensor.is_parameter:
                     own_parameter(module, name, trained)
 
     def _own_parameters(self) -> Iterator[tuple[Patch, list[Tensor]]]:
-        """Those of blocks that are kept here: in place of the servers'."""
+        """Parameters of blocks that are kept here, in place of the servers'."""
         for block_idx, path, module in self._modules:
             for name, parameter in module._parameters.items():
                 if parameter is not None:
-                    full, shapes = f"{path}.{name}".strip("."), (tuple(parameter.shape),)
-                    yield (
-                        Patch(block=self.blocks.first + block_idx, path=full, kind="tensor", shapes=shapes),
-                        [parameter],
-                    )
+                    block, full = self.blocks.first + block_idx, f"{path}.{name}".strip(".")
+                    yield Patch(block=block, path=full, kind="tensor", shapes=(tuple(parameter.shape),)), [parameter]
 
     def _in_training(self) -> Iterator[tuple[Patch, list[Tensor]]]:
         """The blocks' own dropout, in train mode."""
-        if not self.rates:
-            return
-        first = self.blocks.first
-        training = {block_idx for block_idx, block in self.blocks.hollow.items() if block.training}
-        for block_idx in sorted(training):
-            yield Patch(block=first + block_idx, path="", kind="dropout", shapes=()), []
+        hollow = self.blocks.hollow.items() if self._drops else ()
+        training = [block_idx for block_idx, block in hollow if block.training]
+        for block_idx in training:
+            yield Patch(block=self.blocks.first + block_idx, path="", kind="dropout", shapes=()), []
         for block_idx, path, module, rate in self._dropouts:
             now = module.p if module.training else 0.0
             if block_idx in training and now != rate:
-                yield Patch(block=first + block_idx, path=path, kind="dropout", shapes=(), dropout=now), []
+                block = self.blocks.first + block_idx
+                yield Patch(block=block, path=path, kind="dropout", shapes=(), dropout=now), []
 
     def _under_autocast(self, device: str) -> _Found:
-        """All blocks, where the caller's own are under autocast."""
+        """All blocks, where the caller's own code is under autocast."""
         name = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
         if not torch.is_autocast_enabled(device) or name not in AUTOCAST:
             return []
@@ -193,7 +174,7 @@ class BlockAdapters:
 
 
 def _of_one_dtype(found: _Found, *, mixed: bool) -> list[Tensor]:
-    """The tensors of all patches; parameters of the model's own dtype as precisely as adapters are.
+    """The tensors of all patches; parameters of the model's own dtype are cast to that of the adapters.
 
     `mixed`: they may differ, because autocast says what matrices are multiplied in.
     """
@@ -209,7 +190,7 @@ def _of_one_dtype(found: _Found, *, mixed: bool) -> list[Tensor]:
 
 def _check_config(config: Any) -> None:
     init = getattr(config, "init_lora_weights", True)
-    if init not in (True, False, *INITS):
+    if init not in INITS:
         raise ConfigurationError(
             f"init_lora_weights={init!r} reads base weights and changes them, which only servers have: use True or "
             "'gaussian'"
@@ -219,13 +200,3 @@ def _check_config(config: Any) -> None:
             f"target_parameters={list(parameters)} can't be adapted, because servers apply adapters to linear modules: "
             "use target_modules"
         )
-
-
-def _dropout(blocks: HollowBlocks) -> dict[str, float]:
-    """The rates above 0."""
-    found: dict[str, float] = {}
-    for path, module in blocks.named_modules():
-        if isinstance(module, nn.Dropout):
-            found[path.rpartition(".")[2]] = module.p
-        found |= {name: rate for name, rate in vars(module).items() if "drop" in name and isinstance(rate, float)}
-    return {name: rate for name, rate in found.items() if rate > 0}

@@ -1,13 +1,12 @@
-"""The blocks of a client's model as others see them: modules with names and shapes, whose weights take no memory.
+"""The block list of a client's model, as others see it: the real block classes, whose weights are on servers.
 
-peft finds its targets by walking modules, so the client's block list registers the real block classes, hollowed out by
-`hollow_modules`; their weights are no parameters, so that no optimizer, state dict or `.to()` ever meets them. What
-peft puts into the blocks is owned and trained here. To the model's own forward the list has one entry, the proxy that
-runs all blocks. Made by `loading`; what has to travel at a forward, `hollow_adapters` reads from them.
+peft finds its targets by walking modules, so the list registers the architecture's own blocks, made hollow by
+`hollow_modules`. Their weights are no parameters: no optimizer, state dict or `.to()` ever meets them. What peft puts
+into the blocks is owned and trained here. To the model's own forward the list has one entry, the proxy that runs all
+blocks. `loading` makes it; `hollow_adapters` reads from it what has to travel at a forward.
 
-`BlockReader` reads one block of the checkpoint where somebody looks at the weights of a hollow one. Servers keep the
-blocks; their values are needed here only now and then: where training begins with them (a bias, a norm that is trained
-whole, the magnitudes of DoRA).
+`BlockReader` reads one block of the checkpoint, where values of a hollow weight are needed: training begins with them
+(a bias, a norm that is trained whole, the magnitudes of DoRA), or somebody looks at them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,7 +35,7 @@ from swarmllm.models.shell.playback import hooked_bounds, open_to_hooks, playbac
 
 
 class _Frozen(nn.Parameter):
-    """A parameter that stays frozen, whatever is done to all: it would count as trained, and get no gradient."""
+    """A parameter that stays frozen: it would count as trained, and get no gradient."""
 
     requires_grad = property(lambda self: False, lambda self, value: None)
 
@@ -45,17 +44,17 @@ class _Frozen(nn.Parameter):
 
 
 class HollowBlocks(nn.ModuleList):
-    """Registers the blocks under their indices, and presents only the proxy to a forward."""
+    """Registers the blocks under their indices, and shows only the proxy to a forward."""
 
     hollow: dict[int, nn.Module]
-    """Those that are on servers."""
+    """Blocks on servers, by index."""
     here: dict[int, nn.Module]
-    """The others: what is done to them is done."""
+    """Blocks that run here, by index: real modules, which can be changed."""
 
     def __init__(
         self, blocks: nn.ModuleList, proxy: BlocksProxy, here: Mapping[int, nn.Module], first: int = 0
     ) -> None:
-        """`first` is the number that the first of these blocks has in the whole model."""
+        """`first`: the number of the first of these blocks in the whole model."""
         super().__init__()
         self.first = first
         self.__dict__["proxy"] = proxy
@@ -67,7 +66,7 @@ class HollowBlocks(nn.ModuleList):
         self.num_tensors = len(list(elsewhere.parameters()))
         embeddings = [module.weight.numel() for module in elsewhere.modules() if isinstance(module, nn.Embedding)]
         self._num_parameters = sum(parameter.numel() for parameter in elsewhere.parameters()), sum(embeddings)
-        # peft counts parameters that are elsewhere by the name under which DeepSpeed says how many they are.
+        # peft counts parameters that are elsewhere by this name, which is DeepSpeed's.
         self.on_servers = _Frozen(torch.empty(0), requires_grad=False)
         self.on_servers.ds_numel = self.num_parameters()  # type: ignore[attr-defined]
         fix_children(self, ModulePlace("the list of blocks"))
@@ -81,8 +80,9 @@ class HollowBlocks(nn.ModuleList):
 
     @property
     def _shown(self) -> Sequence[nn.Module]:
-        """The proxy alone; to a forward of which somebody sees what passes between blocks, a stand-in for each; and to
-        all others the blocks, whose weights are elsewhere."""
+        """To a forward, the proxy alone, or a stand-in for each block if somebody sees what passes between them. To all
+        others the blocks.
+        """
         call = current_call()
         if call.inputs is None and call.instead is None:
             return self.blocks()
@@ -96,7 +96,7 @@ class HollowBlocks(nn.ModuleList):
         )
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """The children that are shown: transformers looks for blocks to put its hooks on."""
+        """The children that are shown: transformers puts its hooks on them."""
         shown = self._shown
         return super().named_children() if len(shown) == 1 else zip(map(str, count()), shown)  # noqa: B905
 
@@ -110,7 +110,7 @@ class HollowBlocks(nn.ModuleList):
         refuse_change(f"block {index}")
 
     def hooked(self) -> frozenset[int]:
-        """Where users have hooks now: at `i` before block `i` of these, at `i + 1` behind it."""
+        """The places where users have hooks now: `i` is before block `i` of these, `i + 1` behind it."""
         return frozenset(hooked_bounds(self.hollow))
 
     def blocks(self) -> list[nn.Module]:
@@ -142,10 +142,9 @@ def hollow_blocks(
     stack: Stack,
     read_block: "BlockReader | None" = None,
 ) -> HollowBlocks:
-    """The block list of a model of class `cls` with the config of `model`; costs neither memory nor reading.
+    """Make the block list for a model of class `cls` with the config of `model`, without memory and without reading.
 
-    Blocks that are `here` are what they are; the others are hollow, and read by `read_block` if their values are
-    wanted.
+    Blocks that are `here` stay real. The others are hollow; `read_block` reads them if their values are needed.
     """
     found = find_blocks(on_meta(cls, model.config), stack).blocks
     blocks = HollowBlocks(found, proxy, here, stack.span.start).train(model.training)
@@ -160,14 +159,14 @@ def hollow_blocks(
 
 
 class BlockReader:
-    """Blocks by their indices; the last one stays in memory, because its modules are asked for one after the other."""
+    """Reads blocks by index. The last one stays in memory, because its modules are read one after the other."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
         self._checkpoint, self._dtype = checkpoint, dtype
         self._last: tuple[int, nn.Module] | None = None
 
     def __call__(self, block_idx: int) -> nn.Module:
-        """The block with its weights, of which files of the hub are downloaded first.
+        """The block with its weights. Files of the hub are downloaded first.
 
         Raises:
             WeightsError: its files are missing or damaged.

@@ -1,16 +1,19 @@
-"""Refusals of hollow blocks: what one would do to a local block, and can't reach the one on the servers.
+"""Modules whose weights are on servers: the blocks of a client's model, as users and peft find them.
 
-Its weights have shapes and no values, so nothing can read, change, merge, copy or optimize them; its modules take no
-hooks, no attributes, and no children but what peft wraps around them. Each refusal is raised by the attempt itself.
-Made by `hollow_blocks`; knows neither adapters nor the network.
+One rule: a change that can't reach the servers is refused by the attempt itself. A module consists of attributes and of
+torch's tables of children, tensors and hooks. So every change of it passes `HollowModule.__setattr__` or a
+`ClosedTable`, and these refuse it if servers would not follow. Weights are `HollowTensor`s, with a name and a shape but
+no memory. An operator that only reads one computes with its values, read from the checkpoint. An operator that would
+change it is refused.
+
+Made by `hollow_blocks`. Knows neither adapters nor the network.
 """
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from types import MappingProxyType
 from typing import Any, NamedTuple, Never, Self
 
 import torch
@@ -20,20 +23,8 @@ from torch.utils._pytree import tree_map
 
 from swarmllm.errors import ConfigurationError
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_HARMLESS = {"training", "gradient_checkpointing", "_gradient_checkpointing_func", "_is_full_backward_hook"}
-"""Attributes that torch and transformers set on every module of a model, and that change no result."""
-_ABOUT_A_TENSOR: Any = {  # not is_leaf, by which an optimizer asks whether it can change a tensor
-    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "nbytes", "itemsize")),
-    *(getattr(Tensor, name).__get__ for name in ("is_meta", "is_cuda", "is_sparse", "is_quantized", "requires_grad")),
-    *(getattr(Tensor, name).__get__ for name in ("grad", "grad_fn")),
-    *(getattr(Tensor, name) for name in ("size", "dim", "numel", "nelement", "stride", "element_size", "__len__")),
-    *(getattr(Tensor, name) for name in ("is_floating_point", "is_complex")),
-    *(torch.is_floating_point, torch.is_complex, torch.numel),
-}
 MAX_WHOLE = 16 << 20
 """Numbers of a module that is trained as a whole, at most; they travel after each step. Assumed."""
-_FREEZING: Any = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 
 
 class ModulePlace(NamedTuple):
@@ -49,119 +40,74 @@ class ModulePlace(NamedTuple):
         return f"{self.path} of {self.of}" if self.path else self.of
 
 
-class HollowTensor(Tensor):
-    """A weight of a block as far as it is known here: where it is, its shape and its dtype.
-
-    Who reads it gets its values, from the checkpoint; nobody can change it.
-    """
-
-    place: ModulePlace
-    is_parameter = True
-    read: Callable[[], Tensor] | None = None
-    train_here: Callable[[], Tensor] | None = None
-    """Makes it a parameter here, to be trained in the place of the servers'; None: it is too large for that."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse everything that needs a value."""
-        kwargs = kwargs or {}
-        if func in _ABOUT_A_TENSOR:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        if func in _FREEZING and [*args[1:], *kwargs.values()] == [False]:
-            return args[0]
-        if func in _FREEZING and [*args[1:], *kwargs.values()] in ([True], []) and args[0].train_here is not None:
-            return args[0].train_here()
-        given = [part for value in (*args, *kwargs.values()) for part in _flat(value)]
-        if _only_reads(func, kwargs) and all(one.read for one in given if isinstance(one, cls)):
-            return _of_values(func, args, kwargs)
-        where = next((tensor.place for tensor in given if isinstance(tensor, cls)), "a weight of a block")
-        name = func.__self__.__name__ if func.__name__ in ("__get__", "__set__") else func.__name__
-        raise ConfigurationError(
-            f"{where} is not here but on servers, which keep it as it is, so {name} can't work on it: train an adapter "
-            "of peft, and neither merge it here (save it: `swarmllm adapters merge` makes a model of it and its base) "
-            "nor choose one that changes base weights (PiSSA, OLoRA, LoftQ)"
-        )
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"<{self.place}, {list(self.shape)} of {self.dtype}, on servers>"
-
-
-def _only_reads(func: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether it neither changes a tensor nor gives away its memory."""
-    name = func.__name__
-    if name == "__get__":  # an attribute
-        return func.__self__ in _READ
-    changes = (
-        name in ("__set__", "__setitem__", "__delitem__") or name.startswith("__i") or kwargs.get("out") is not None
+def refuse_change(what: object) -> Never:
+    """Refuse a change of a block."""
+    raise ConfigurationError(
+        f"{what} can't be changed here, because servers keep the blocks as they are: adapt linear modules with peft, "
+        "or put modules of your own between slices of model.remote_blocks"
     )
-    return not changes and not (name.endswith("_") and not name.endswith("__")) and name not in _MEMORY
 
 
-_READ: Any = (Tensor.data, Tensor.T, Tensor.mT, Tensor.H, Tensor.mH, Tensor.real)
-_MEMORY = {
-    *("numpy", "__array__", "data_ptr", "untyped_storage", "storage", "__dlpack__", "backward", "register_hook"),
-    *("retain_grad", "__reduce_ex__", "__deepcopy__", "__cuda_array_interface__", "share_memory"),
-}
-
-
-def _of_values(func: Any, args: Any, kwargs: Any) -> Any:
-    """The function of the values; what shares memory with one of them can be changed as little as that one."""
-    places: dict[int, HollowTensor] = {}
-
-    def value_of(one: Any) -> Any:
-        if not isinstance(one, HollowTensor):
-            return one
-        assert one.read is not None
-        value = one.read()
-        places[value.untyped_storage().data_ptr()] = one
-        return value
-
-    args, kwargs = tree_map(value_of, (tuple(args), dict(kwargs)))
-    with torch._C.DisableTorchFunctionSubclass():
-        result = func(*args, **kwargs)
-
-    def closed(one: Any) -> Any:
-        if not isinstance(one, Tensor) or (source := places.get(one.untyped_storage().data_ptr())) is None:
-            return one
-        view = hollow_tensor(one, one.dtype, source.place)
-        view.read = lambda: one
-        return view
-
-    return tree_map(closed, result)
-
-
-def _flat(value: Any) -> Collection[Any]:
-    return value if isinstance(value, list | tuple) else (value,)
-
-
-def hollow_tensor(like: Tensor, dtype: torch.dtype, where: ModulePlace) -> HollowTensor:
-    """One of the shape of `like`, in `dtype` if `like` is of floats; takes no memory."""
-    one = torch.zeros((), dtype=dtype if like.is_floating_point() else like.dtype)
-    tensor = one.expand(like.shape).as_subclass(HollowTensor)
-    tensor.place = where
-    return tensor
+# ---------------------------------------------------------------------- tables
 
 
 class ClosedTable(OrderedDict[Any, Any]):
-    """A module's table of hooks, parameters or buffers that takes no entry."""
+    """A module's table of children, tensors or hooks. Asks `check(key, entry, new entry)` before each change."""
 
-    refusal: str
+    check: Callable[[Any, Any, Any], None] = staticmethod(lambda key, was, now: None)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        if not is_row_hook(value):
-            raise ConfigurationError(self.refusal)
+        self.check(key, self.get(key), value)
         super().__setitem__(key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        self.check(key, self.get(key), None)
+        super().__delitem__(key)
+
+    def clear(self) -> None:
+        for key in list(self):
+            del self[key]
+
+
+def _guard(module: nn.Module, name: str, check: Callable[[Any, Any, Any], None]) -> None:
+    table = ClosedTable(module.__dict__[name])
+    table.check = check  # from here on
+    module.__dict__[name] = table
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def is_row_hook(hook: Any) -> bool:
-    """Whether it is peft's, by which a layer gets to know the adapter of each row: servers are told as well."""
+    """True if it is peft's hook that tells a layer the adapter of each row: servers are told as well."""
     return isinstance(hook, partial) and "adapter_names" in hook.keywords
+
+
+def close_hooks(module: nn.Module, where: ModulePlace) -> None:
+    """Have `module` and all modules in it refuse hooks, which would never run.
+
+    Raises:
+        ConfigurationError: it has some.
+    """
+
+    def check(path: str, _key: Any, _was: Any, hook: Any) -> None:
+        if hook is not None and not is_row_hook(hook):
+            raise ConfigurationError(
+                f"no hook can run in {where / path}, because servers run the blocks: put it on the forward of a whole "
+                "block, whose hidden states pass through here"
+            )
+
+    for path, part in module.named_modules():
+        for name in _HOOKS:
+            if not isinstance(hooks := part.__dict__[name], ClosedTable):
+                for hook in hooks.values():
+                    check(path, None, None, hook)
+                _guard(part, name, partial(check, path))
 
 
 @contextmanager
 def rows_of_one_call(model: nn.Module) -> Iterator[None]:
-    """Within, one call of the model runs. If it fails, the hooks by which peft has told the adapters of its rows go.
+    """Within, one call of the model runs. If it fails, peft's hooks for the adapters of its rows are removed.
 
     peft removes them only after calls that work, so later calls would have these adapters too.
     """
@@ -175,42 +121,19 @@ def rows_of_one_call(model: nn.Module) -> Iterator[None]:
         raise
 
 
-def _closed(refusal: str, was: Mapping[Any, Any] = MappingProxyType({})) -> ClosedTable:
-    table = ClosedTable()
-    table.refusal = refusal
-    for key, value in was.items():
-        table[key] = value  # which refuses
-    return table
-
-
-class _Children(dict[str, nn.Module | None]):
-    """The children of a module, of which those `fixed` (None: all) can only be wrapped by peft, and unwrapped."""
-
-    where: ModulePlace
-    fixed: Collection[str] | None
-
-    def __setitem__(self, name: str, module: nn.Module | None) -> None:
-        if self.fixed is None or name in self.fixed:
-            current = self.get(name)
-            if current is None or module is None or _bare(module) is not _bare(current):
-                refuse_change(self.where / name)
-            close_hooks(module, self.where / name)
-        super().__setitem__(name, module)
-
-    def __delitem__(self, name: str) -> None:
-        if self.fixed is None or name in self.fixed:
-            refuse_change(self.where / name)
-        super().__delitem__(name)
-
-    def clear(self) -> None:
-        refuse_change(self.where)
-
-
 def fix_children(module: nn.Module, where: ModulePlace, names: Collection[str] | None = None) -> None:
-    """Let nobody but peft replace the children of `module`, or those of these names."""
-    children, before = _Children(module._modules), getattr(module._modules, "fixed", None)
-    children.where, children.fixed = where, names if names is None else {*names, *(before or ())}
-    module.__dict__["_modules"] = children
+    """Let only peft replace the children of `module`, or those of these names, by wrapping and unwrapping them."""
+
+    def check(name: str, was: nn.Module | None, child: nn.Module | None) -> None:
+        if before is not None:
+            before(name, was, child)
+        if names is None or name in names:
+            if was is None or child is None or _bare(child) is not _bare(was):
+                refuse_change(where / name)
+            close_hooks(child, where / name)
+
+    before = getattr(module._modules, "check", None)
+    _guard(module, "_modules", check)
 
 
 def _bare(module: nn.Module) -> nn.Module:
@@ -219,32 +142,93 @@ def _bare(module: nn.Module) -> nn.Module:
     return bare
 
 
-def close_hooks(module: nn.Module, where: ModulePlace) -> None:
-    """Have `module` and all modules in it refuse hooks, of which none would ever run.
+# ---------------------------------------------------------------------- weights
 
-    Raises:
-        ConfigurationError: it has some.
+
+class HollowTensor(Tensor):
+    """A weight of a block as far as it is known here: its place, shape and dtype. It takes no memory.
+
+    Operators that only read it compute with its values; those that would change it are refused.
     """
-    for path, part in module.named_modules():
-        for name in _HOOKS:
-            if not isinstance(hooks := part.__dict__[name], ClosedTable):
-                part.__dict__[name] = _closed(
-                    f"no hook can run in {where / path}, because servers run the blocks: put it on the forward of a "
-                    "whole block, whose hidden states pass through here",
-                    hooks,
-                )
+
+    place: ModulePlace
+    read: Callable[[], Tensor] | None
+    """Gives the values, if they can be had."""
+    is_parameter = True
+    train_here: Callable[[], Tensor] | None = None
+    """Makes it a parameter here, which is trained in place of the servers'; None: it is too large for that."""
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # dispatch gets all
+
+    @staticmethod
+    def like(
+        tensor: Tensor, dtype: torch.dtype, place: ModulePlace, read: Callable[[], Tensor] | None = None
+    ) -> "HollowTensor":
+        """One of the tensor's shape, in `dtype` if the tensor is of floats."""
+        dtype = dtype if tensor.is_floating_point() else tensor.dtype
+        one: HollowTensor = Tensor._make_wrapper_subclass(HollowTensor, tensor.shape, dtype=dtype)
+        one.place, one.read = place, read
+        return one
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        sources: dict[int, HollowTensor] = {}
+
+        def value_of(one: Any) -> Any:
+            if not isinstance(one, cls):
+                return one
+            if func._schema.is_mutable or one.read is None:
+                one.refuse(func._schema.name.removeprefix("aten::"))
+            value = one.read()
+            sources[value.untyped_storage().data_ptr()] = one
+            return value
+
+        def closed(one: Any) -> Any:
+            """A result that shares memory with a value can't be changed either."""
+            source = sources.get(one.untyped_storage().data_ptr()) if isinstance(one, Tensor) else None
+            return one if source is None else cls.like(one, one.dtype, source.place, lambda: one)
+
+        return tree_map(closed, func(*tree_map(value_of, tuple(args)), **tree_map(value_of, dict(kwargs or {}))))
+
+    def refuse(self, name: str, *_: Any, **__: Any) -> Never:
+        """Refuse what can't work without the weight, or would change it."""
+        raise ConfigurationError(
+            f"{self.place} is not here but on servers, which keep it as it is, so {name} can't work on it: train an "
+            "adapter of peft, and neither merge it here (save it: `swarmllm adapters merge` makes a model of it and "
+            "its base) nor choose one that changes base weights (PiSSA, OLoRA, LoftQ)"
+        )
+
+    def requires_grad_(self, requires_grad: bool = True) -> Tensor:
+        """Have it trained here, if it is small; it is frozen already."""
+        if not requires_grad:
+            return self
+        return self.refuse("requires_grad_") if self.train_here is None else self.train_here()
+
+    def tolist(self) -> Any:
+        """Its numbers."""
+        return self.refuse("tolist") if self.read is None else self.read().tolist()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"<{self.place}, {list(self.shape)} of {self.dtype}, on servers>"
 
 
-def refuse_change(what: object) -> Never:
-    """Refuse a change of a block."""
-    raise ConfigurationError(
-        f"{what} can't be changed here, because servers keep the blocks as they are: adapt linear modules with peft, "
-        "or put modules of your own between slices of model.remote_blocks"
-    )
+def _refusing(name: str) -> Any:
+    return lambda weight, *args, **kwargs: weight.refuse(name, *args, **kwargs)
 
 
-def _is_same(known: Any, value: Any) -> bool:
-    return isinstance(value, bool | int | float | str) and type(known) is type(value) and bool(known == value)
+for _name in (  # memory, copies and gradients are no operators
+    *("numpy", "__array__", "data_ptr", "storage", "untyped_storage", "share_memory_", "__dlpack__", "__deepcopy__"),
+    *("__reduce_ex__", "register_hook", "retain_grad", "backward"),
+):
+    setattr(HollowTensor, _name, _refusing(_name))
+HollowTensor.data = property(HollowTensor.detach, _refusing("data"))  # type: ignore[assignment]
+HollowTensor.requires_grad = property(lambda _: False, HollowTensor.requires_grad_)  # type: ignore[assignment,arg-type]
+HollowTensor.is_leaf = property(_refusing("is_leaf"))  # type: ignore[assignment]  # an optimizer asks for it
+
+
+# ---------------------------------------------------------------------- modules
+
+_HARMLESS = {"training", "gradient_checkpointing", "_gradient_checkpointing_func", "_is_full_backward_hook"}
+"""Attributes that torch and transformers set on every module of a model, and that change no result."""
 
 
 class HollowModule(nn.Module):
@@ -264,7 +248,7 @@ class HollowModule(nn.Module):
             name in _HARMLESS
             or (name in known and (known[name] is value or _is_same(known[name], value)))
             or (name == "p" and value == 0 and isinstance(self, _DropoutNd))  # servers compute without dropout anyway
-            or (isinstance(value, nn.Module) and name in self._modules)  # `_Children` decides
+            or (isinstance(value, nn.Module) and name in self._modules)  # the table of children decides
         ):
             refuse_change(self.swarm_where / name)
         super().__setattr__(name, value)
@@ -276,25 +260,27 @@ class HollowModule(nn.Module):
         """Nothing new can reach the servers."""
         refuse_change(self.swarm_where / name)
 
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Blocks are frozen already."""
+        if requires_grad:
+            refuse_change(self.swarm_where)
+        return self
+
     def hollow_tensors(self) -> dict[str, HollowTensor]:
         """Its own weights, by name."""
         return {name: value for name, value in self.__dict__.items() if isinstance(value, HollowTensor)}
 
     def parameters(self, recurse: bool = True) -> Iterator[Any]:
-        """Those that are trained here, and its weights, by whoever asks a block for them and not the model."""
+        """Parameters that are trained here, and its weights, if a block and not the whole model is asked."""
         yield from super().parameters(recurse)
         for part in self.modules() if recurse else (self,):
             yield from part.hollow_tensors().values() if isinstance(part, HollowModule) else ()
 
     def __deepcopy__(self, _memo: Any) -> nn.Module:
         """A real module with these weights, for peft to train as a whole."""
-        sizes = [
-            weight.numel()
-            for part in self.modules()
-            if isinstance(part, HollowModule)
-            for weight in part.hollow_tensors().values()
-        ]
-        if not self.swarm_where.path or self.swarm_read is None or sum(sizes) > MAX_WHOLE:
+        weights = [one.hollow_tensors().values() for one in self.modules() if isinstance(one, HollowModule)]
+        size = sum(weight.numel() for of_one in weights for weight in of_one)
+        if not self.swarm_where.path or self.swarm_read is None or size > MAX_WHOLE:
             raise ConfigurationError(
                 f"{self.swarm_where} can't be copied, nor trained whole, because its weights are on servers "
                 "(modules_to_save and layer_replication of peft do so): train modules outside the blocks, norms, or "
@@ -302,17 +288,15 @@ class HollowModule(nn.Module):
             )
         return copy.deepcopy(self.swarm_read().get_submodule(self.swarm_where.path))
 
-    def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Blocks are frozen as it is."""
-        if requires_grad:
-            refuse_change(self.swarm_where)
-        return self
-
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        for name, value in self.__dict__.items():
-            if isinstance(value, HollowTensor) and f"{prefix}{name}" in state_dict:
+        for name, value in self.hollow_tensors().items():
+            if f"{prefix}{name}" in state_dict:
                 refuse_change(value.place)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _is_same(known: Any, value: Any) -> bool:
+    return isinstance(value, bool | int | float | str) and type(known) is type(value) and bool(known == value)
 
 
 @cache
@@ -343,22 +327,26 @@ def hollow_out(block: nn.Module, name: str, dtype: torch.dtype, read: Callable[[
     close_hooks(block, ModulePlace(name))
     for path, module in list(block.named_modules()):
         where = ModulePlace(name, path)
-        for tensors in (module._parameters, module._buffers):
-            for key, tensor in tensors.items():
-                module.__dict__[key] = None if tensor is None else hollow_tensor(tensor, dtype, where / key)
-                if tensor is not None:
-                    module.__dict__[key].is_parameter = tensors is module._parameters
-                if tensor is not None and read is not None:
-                    module.__dict__[key].read = partial(_value, read, path, key)
-                    if tensor.ndim == 1 and tensors is module._parameters:
-                        module.__dict__[key].train_here = partial(own_parameter, module, key, True)
         for table in ("_parameters", "_buffers"):
-            nothing_new = f"{where} can't be given a tensor, because servers keep the blocks as they are"
-            module.__dict__[table] = _closed(nothing_new)
+            for key, tensor in module.__dict__[table].items():
+                one = None if tensor is None else HollowTensor.like(tensor, dtype, where / key)
+                module.__dict__[key] = one
+                if one is not None and read is not None:
+                    one.read = partial(_value, read, path, key)
+                if one is not None and table == "_buffers":
+                    one.is_parameter = False
+                elif one is not None and one.ndim == 1 and read is not None:
+                    one.train_here = partial(own_parameter, module, key, True)
+            module.__dict__[table] = {}
+            _guard(module, table, partial(_take_nothing, where))
         fix_children(module, where)
         module.__dict__["swarm_where"], module.__dict__["swarm_read"] = where, read
         cls: Any = type(module)
         module.__class__ = _hollow_class(cls)
+
+
+def _take_nothing(where: ModulePlace, key: str, *_: Any) -> Never:
+    refuse_change(where / key)
 
 
 def _value(read: Callable[[], nn.Module], path: str, name: str) -> Tensor:

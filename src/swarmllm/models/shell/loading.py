@@ -1,6 +1,6 @@
-"""Loading a client's model: the architecture's own class, without the weights of its blocks.
+"""Load a client's model: the architecture's own class, without the weights of its blocks.
 
-Called by the client. What a loaded model can do more than others is told in `client_shell`.
+Called by the client. `client_shell` says how the loaded model differs from a local one.
 """
 
 import copy
@@ -22,8 +22,8 @@ from swarmllm.models.architecture import (
     Stack,
     blocks_class,
     find_blocks,
-    hears,
-    sees,
+    has_audio,
+    has_vision,
     stack_module,
     stack_root,
     stacks,
@@ -42,9 +42,9 @@ from swarmllm.models.shell.unseen_changes import UnseenChanges
 HEAD_SETTINGS = re.compile(
     r"num_labels|id2label|label2id|problem_type|classifier_dropout|use_cache|return_dict|output_.*|.*_token_id"
 )
-"""Config fields that a caller may give to `from_pretrained`, as with transformers: they concern no block."""
+"""Config fields that callers may give to `from_pretrained`, as with transformers, because no block uses them."""
 _OTHERWISE = ("dtype", "torch_dtype", "tie_word_embeddings", "attn_implementation", "experts_implementation")
-"""Fields that are arguments of their own."""
+"""Config fields that are arguments of their own."""
 
 
 def load_client_shell(
@@ -62,13 +62,13 @@ def load_client_shell(
     pre_seq_len: int = 0,
     **hf_kwargs: Any,
 ) -> PreTrainedModel:
-    """An instance of `type(model_class.__name__, (mixin, model_class), …)` that runs its blocks through `runner`.
+    """An instance of a subclass of `mixin` and `model_class` that runs its blocks through `runner`.
 
-    Reads only the tensors outside the blocks. `traits` come from the servers; blocks that the runner has `here` take
-    the place of hollow ones. `encoder`: the same for the blocks of the encoder, if the model has one.
+    Reads only tensors outside the blocks. `here`: blocks of this process, which the runner runs as well. `encoder`:
+    runner and traits of the encoder's blocks, if the model has an encoder.
 
     Raises:
-        ConfigurationError: the model can't have the prompts of `tuning_mode`.
+        ConfigurationError: the model can't have prompts of `tuning_mode`.
         WeightsError: the checkpoint's files are missing, damaged or of another model.
     """
     of_stacks = dict(zip(stacks(checkpoint.config), ([encoder] if encoder else []) + [(runner, traits)], strict=True))
@@ -93,13 +93,13 @@ def load_client_shell(
     keep_offsets_apart(model)
     for stack in model.swarm_stacks:
         adopt_stack(model, stack)
-    if encoder is None:  # otherwise padding is computed anyway
+    if encoder is None:  # with an encoder, padding is computed anyway
         adopt_head(model)
-    return model.train(model.training)  # of what was put in since, too
+    return model.train(model.training)  # sets the mode of modules that were added since, too
 
 
 def _put_proxies(of_stacks: Mapping[Stack, tuple[BlocksRunner, BlockTraits]], model: PreTrainedModel) -> None:
-    """Replace all blocks of each stack by the one module that runs them elsewhere."""
+    """Replace the blocks of each stack by one `BlocksProxy`."""
     lists = {stack: find_blocks(model, stack) for stack in of_stacks}
     drop_blocks(model)
     for stack, (runner, traits) in of_stacks.items():
@@ -116,7 +116,7 @@ def _hollow_out(
     here: Mapping[int, nn.Module],
     read: BlockReader | None,
 ) -> ShellStack:
-    """Show the blocks, without the weights of those that aren't here, to whoever looks for modules to adapt."""
+    """Put hollow blocks around the proxy, so that peft and others find modules to adapt."""
     root = stack_root(model, stack)
     name, proxy = next((name, part) for name, part in root.named_modules() if isinstance(part, BlocksProxy))
     path = name.rpartition(".")[0]
@@ -126,14 +126,14 @@ def _hollow_out(
     setattr(root.get_submodule(owner), attribute, blocks)
     fix_children(root.get_submodule(owner), ModulePlace("the model"), {attribute})
     proxy.__dict__["block"] = next(iter(blocks.hollow.values()))
-    takes_sound = stack.role == "encoder" and hears(model.config)
+    takes_sound = stack.role == "encoder" and has_audio(model.config)
     module, adapters = stack_module(model, stack), BlockAdapters(blocks)
-    unseen = UnseenChanges(module, blocks.hollow.values(), takes_source=stack.role == "decoder")
-    return ShellStack(stack, module, proxy.traits, adapters, unseen, sees(model.config), takes_sound)
+    unseen = UnseenChanges(module, takes_source=stack.role == "decoder")
+    return ShellStack(stack, module, proxy.traits, adapters, unseen, has_vision(model.config), takes_sound)
 
 
 def _with_head_settings(checkpoint: Checkpoint, hf_kwargs: dict[str, Any]) -> Checkpoint:
-    """The checkpoint with a config for the head that the caller wants; takes those settings out of `hf_kwargs`.
+    """The checkpoint with the caller's settings of the head in its config; takes them out of `hf_kwargs`.
 
     Raises:
         ConfigurationError: the caller wants another config for the blocks.
@@ -156,9 +156,9 @@ def _with_head_settings(checkpoint: Checkpoint, hf_kwargs: dict[str, Any]) -> Ch
 
 
 def _new_head(checkpoint: Checkpoint, model_class: type[PreTrainedModel]) -> set[str]:
-    """Tensors that a checkpoint saved for another task can't have: those that class hasn't either.
+    """Tensors that the checkpoint may lack: those of `model_class` that the checkpoint's own class doesn't have.
 
-    And an encoder's pooler, which many checkpoints lack: transformers makes a new one, too.
+    An encoder's pooler is one of them, as many checkpoints lack it. transformers makes a new one, too.
     """
     usual = blocks_class(checkpoint.config)
     without = {"add_pooling_layer": False} if "add_pooling_layer" in inspect.signature(usual).parameters else {}

@@ -1,20 +1,20 @@
-"""Hidden states between blocks, for callers who look at them: the model's own loop over blocks, played back.
+"""Hidden states between blocks: the model's own loop over its blocks is played back with results of servers.
 
-Which entries a model returns, before or after its final norm, is decided by its own forward: older ones note hidden
-states in their loop over the blocks, newer ones by hooks on the blocks' classes. So a call that wants them meets as
-many blocks as a local one would: the first runs all blocks elsewhere, and each returns what its block has returned
-there (`boundary/inner_states`). Between them, the model's code does what it always does.
+A model's forward decides which hidden states it returns, before or after its final norm. Older models collect them in
+their loop over the blocks, newer ones by hooks on the blocks' classes. So a call that wants them gets as many blocks as
+a local model has. The first one runs all blocks on servers, and each returns what its block has returned there
+(`boundary/inner_states`). Between them runs the model's own code.
 
-    hidden states   what each block returns, or what the model's code makes of it
-    attentions      of blocks whose hooks collect them: put where those would have; of others: returned beside
+    hidden states   the output of each block, or what the model's code makes of it
+    attentions      if hooks collect them locally: put there; otherwise returned beside the hidden states
 
-Hooks on whole blocks do what they do locally: what enters or leaves a block passes through this machine. Where blocks
-have hooks, they run piece by piece: the first of each piece runs it, the last one returns its result, and that goes
-through the hooks into the next piece. A hook may read hidden states, change them in place or return others; whatever
-else a block is given or returns, servers have computed themselves. Hooks inside blocks, and those of backwards, are
-refused by `hollow_modules`.
+Hooks of users on whole blocks work as they do locally, because hidden states before and behind such a block pass
+through this machine. There the blocks run in pieces: the first block of a piece runs it, the last one returns its
+result, which goes through the hooks into the next piece. A hook may read hidden states, change them in place or return
+others. Servers compute all other inputs and outputs of blocks themselves. `hollow_modules` refuses hooks inside blocks
+and backward hooks.
 
-Made by `hollow_blocks`, shown to the model by `blocks_proxy`'s current call.
+`hollow_blocks` makes the stand-ins, and shows them to the model during such calls.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -41,11 +41,11 @@ from swarmllm.models.shell.hollow_modules import ClosedTable, HollowModule, Modu
 
 TABLES = ("_forward_pre_hooks", "_forward_hooks")
 _FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
-"""Where torch notes in which way a hook wants to be called."""
+"""Attributes in which torch notes how to call a hook."""
 
 
 class _Playback(nn.Module):
-    """Mixed into the class of a block, for hooks that look for that class."""
+    """A stand-in for a block; also of the block's class, for hooks that look for that."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         proxy: BlocksProxy = self.__dict__["proxy"]
@@ -77,14 +77,14 @@ class _Playback(nn.Module):
 
 
 class _Inside(_Playback):
-    """A block within a block, as in Zamba: it ends what the outer one returns, and transformers' hooks are here."""
+    """A block within a block, as in Zamba, on which transformers' hooks are: it returns the output of the outer one."""
 
     def forward(self, given: Tensor, hidden: Tensor) -> Tensor:
         return hidden
 
 
 def _as_returned(hidden: Tensor, inner: InnerStates | None, block_idx: int, block_output: int) -> Any:
-    """What the block has returned; what it has put elsewhere is put there."""
+    """The block's outputs in their local form; attentions that a collector takes are put there."""
     beside: dict[int, Tensor] = {}
     for _, place, weights in inner.maps.get(block_idx, ()) if inner is not None and inner.attentions else ():
         if place:
@@ -111,9 +111,9 @@ def _stand_in(kind: Any, like: nn.Module) -> nn.Module:
 
 
 def playback(proxy: BlocksProxy, block_idx: int, like: nn.Module, num_blocks: int, first: int) -> nn.Module:
-    """A stand-in for one block of a stack, whose looks and hooks are those of `like`.
+    """A stand-in for one block of a stack, with the attributes and hooks of `like`.
 
-    `first` is the number that the first block of the stack has in the whole model.
+    `first`: the number of the stack's first block in the whole model.
     """
     found = _stand_in(_Playback, like)
     found.__dict__.update(proxy=proxy, block_idx=block_idx, num_blocks=num_blocks, first=first)
@@ -124,14 +124,14 @@ def playback(proxy: BlocksProxy, block_idx: int, like: nn.Module, num_blocks: in
     return found
 
 
-# ---------------------------------------------------------------------- what is wanted
+# ---------------------------------------------------------------------- inner states that a call wants
 
 
 def wanted_inner(stack: PreTrainedModel, config: PreTrainedConfig, kwargs: dict[str, Any]) -> InnerStates | None:
-    """What the caller of the stack's forward wants to see of the inside; None: nothing.
+    """The inner states that the caller of the stack's forward wants; None: none.
 
     Raises:
-        ConfigurationError: it can't be had.
+        ConfigurationError: servers can't answer them.
     """
     hidden, attentions, routers = (
         wanted if (wanted := kwargs.get(name)) is not None else getattr(config, name, False)
@@ -156,18 +156,18 @@ def wanted_inner(stack: PreTrainedModel, config: PreTrainedConfig, kwargs: dict[
 
 
 def _wanted_outputs(stack: PreTrainedModel, hidden: Any, num_blocks: int) -> set[int]:
-    """Blocks whose outputs the model's code needs to return what is wanted; the last one's come anyway."""
+    """The blocks whose outputs the model's code needs for it; the last block's come anyway."""
     every = set(range(num_blocks - 1))
     selected = selected_hidden_states(hidden)
     kind = _CAN_RECORD_REGISTRY.get(stack).get("hidden_states")
     if selected is None or not isinstance(kind, type):
         return every
-    # As many as blocks, and what enters the first one: entry k is what block k - 1 returns.
+    # Entry 0 is the input of block 0, and entry k the output of block k - 1.
     return {idx - 1 for idx in resolve_hidden_states_indices(stack, selected)} & every
 
 
 class _Hook:
-    """A user's hook; what is called in place of the block gives it the block."""
+    """A user's hook, which is called with the block instead of its stand-in."""
 
     def __init__(self, hook: Callable[..., Any], block: nn.Module, where: ModulePlace) -> None:
         self.hook, self._block, self._where = hook, block, where
@@ -183,13 +183,13 @@ class _Hook:
         return returned
 
     def compare(self, was: Sequence[Any], now: Sequence[Any]) -> None:
-        """Refuse what differs in more than the first of them, which are hidden states."""
+        """Refuse a change of anything but the first value, the hidden states."""
         fits = len(was) == len(now) and all(a is b for a, b in zip(was[1:], now[1:], strict=True))
         if not fits or not was or not isinstance(now[0], Tensor) or now[0].shape != was[0].shape:
             self.refuse()
 
     def refuse(self) -> Never:
-        """Refuse a hook that has changed what servers compute for themselves."""
+        """Refuse a hook that has changed other things than hidden states, which servers compute themselves."""
         raise ConfigurationError(
             f"a hook on {self._where} has changed more than hidden states, and servers compute masks, positions and "
             "all else themselves: have it return, or change in place, hidden states of the same shape alone"
@@ -225,22 +225,22 @@ class _ForwardHook(_Hook):
 
 
 def _version(tensor: Tensor) -> int:
-    """What counts changes in place."""
+    """torch's counter of changes in place."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 class _Table(ClosedTable):
-    """The hooks of a block in front of it, or behind it."""
+    """The pre-hooks or the hooks of a block."""
 
     block: nn.Module
     where: ModulePlace
     kind: type[_Hook]
     cut: int | None
-    """The block before which the model has to be cut for them; None: it is cut there anyway."""
+    """The block before which these hooks cut the model; None: it is cut there anyway."""
     forbidden: frozenset[int]
 
     def __setitem__(self, key: Any, hook: Any) -> None:
-        if getattr(hook, "__module__", None) != output_capturing.__name__:  # transformers' own: they only look
+        if getattr(hook, "__module__", None) != output_capturing.__name__:  # transformers' own, which only read
             if self.cut in self.forbidden:
                 raise ConfigurationError(
                     f"no hook can run {'behind' if self.kind is _ForwardHook else 'before'} {self.where}, because this "
@@ -255,10 +255,10 @@ class _Table(ClosedTable):
 
 
 def open_to_hooks(block: nn.Module, where: ModulePlace, block_idx: int, end: int, forbidden: Iterable[int]) -> None:
-    """Have a hollow block take forward hooks and forward pre-hooks.
+    """Let a hollow block have forward hooks and forward pre-hooks.
 
     Args:
-        block_idx: its number in the whole model; `end`: the one behind the last block of its stack.
+        block_idx: its number in the whole model; `end`: the last block's in its stack, plus one.
         forbidden: blocks before which the model can't be cut.
     """
     for name, kind, cut in zip(TABLES, (_PreHook, _ForwardHook), (block_idx, block_idx + 1), strict=True):
@@ -269,14 +269,14 @@ def open_to_hooks(block: nn.Module, where: ModulePlace, block_idx: int, end: int
 
 
 def share_hooks(stand_in: nn.Module, block: nn.Module) -> None:
-    """Have what is called in place of a hollow block run its hooks."""
+    """Give the stand-in of a hollow block the block's hooks."""
     if isinstance(block._forward_hooks, _Table):
         for name in (*TABLES, *_FLAGS):
             stand_in.__dict__[name] = block.__dict__[name]
 
 
 def hooked_bounds(blocks: Mapping[int, nn.Module]) -> set[int]:
-    """Where hidden states pass through hooks: `i` is before block `i`, `i + 1` behind it."""
+    """Boundaries at which hidden states pass through hooks: `i` is before block `i`, `i + 1` behind it."""
     found = set()
     for block_idx, block in blocks.items():
         for name, bound in zip(TABLES, (block_idx, block_idx + 1), strict=True):

@@ -1,10 +1,11 @@
-"""The cache that callers of `generate()` and `forward()` see on a client: no keys, no values, one remote session.
+"""The cache of `generate()` and `forward()` on a client: no keys and values, but a session on servers.
 
-Everything that transformers asks of a cache (how long is it, crop, reorder, repeat, select) becomes an operation on the
-session, which is the authority on the position.
+Whatever transformers asks of a cache (length, crop, reorder, repeat, select) becomes an operation on the session, which
+knows the position.
 
-A forward whose cache nobody may want, or whose outputs have gradients, computes its blocks as a batch; its cache is
-`deferred`: it costs a server nothing before it is continued, and then they compute what it remembers again.
+Some forwards run their blocks without a session: those whose cache may not be wanted, and those whose outputs have
+gradients. Their cache is `deferred`: it costs servers nothing until it is continued. Then they compute its positions
+again.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,7 @@ from swarmllm.models.boundary.phantom_cache import PhantomCache
 
 
 class CacheSession(Protocol):
-    """The remote KV cache of one batch, over all servers of its route."""
+    """The KV caches of one batch on all servers of its route."""
 
     @property
     def position(self) -> int:
@@ -37,7 +38,7 @@ class CacheSession(Protocol):
 
     @property
     def is_generating(self) -> bool:
-        """Whether it is the user's own, and a `generate()` goes on in it."""
+        """True if a `generate()` is going on in this session, which the user has opened."""
         ...
 
     def select_batch(self, indices: Sequence[int]) -> None:
@@ -45,17 +46,17 @@ class CacheSession(Protocol):
         ...
 
     def record_past(self) -> None:
-        """Rollbacks are going to happen: keep what they need."""
+        """Keep what rollbacks need."""
         ...
 
     def run_step(self, inputs: BlockInputs, part: Span | None = None) -> Tensor:
-        """Run all blocks, or a part of them after the others, on what follows `position`."""
+        """Run all blocks on inputs behind `position`, or only those of `part`; the blocks behind these follow later."""
         ...
 
     def remember(self, inputs: BlockInputs, part: Span | None = None) -> None:
-        """The blocks have seen `inputs` elsewhere: servers compute them again, before what is run next.
+        """Note that all blocks, or those of `part`, have seen `inputs` elsewhere.
 
-        `part`: these have; then others behind them follow, up to the last one.
+        Servers compute them again before the next step. The blocks behind `part` follow in later calls.
         """
         ...
 
@@ -69,29 +70,29 @@ class CacheSession(Protocol):
 
 
 class RemoteCache(PhantomCache):
-    """A transformers cache whose content lives on servers."""
+    """A cache of transformers whose keys and values are on servers."""
 
     whole_masks = True
 
     def __init__(self, config: PreTrainedConfig, session: CacheSession, batch_size: int) -> None:
         super().__init__(config)
         self.config = config
-        """The config of the model whose cache it is: the very object."""
+        """The config of its model, the same object."""
         self.session = session
         self.deferred = False
-        """Whether the first forward goes through the blocks as a batch, and is only remembered."""
+        """The first forward runs its blocks without a session, which only remembers it."""
         self.has_graph = False
-        """Whether locally gradients would flow through what it holds, or through what follows."""
+        """With a local model, gradients would flow through its keys and values."""
         self.num_hidden = 0
-        """Positions at the begin, if there are any, that nobody but the stack is told of (`shell/tuned_prompts`)."""
+        """Positions of trained prompts at the beginning; only the stack counts them (`shell/tuned_prompts`)."""
         self.num_prefix = 0
-        """Positions before those of the session, whose keys and values its adapter brings (`shell/tuned_prompts`)."""
+        """Positions before the session's, with keys and values from its adapter (`shell/tuned_prompts`)."""
         self.adapter: BlockAdapter | None = None
-        """The adapter of the last forward that looked for one."""
+        """The adapter of the last forward that read it from the model."""
         self.begun_in_training: bool | None = None
-        """Whether the model was in train mode then; None: there was no such forward with this cache yet."""
+        """True if the model was in train mode then; None: there was no such forward yet."""
         self.source_mask: Tensor | None = None
-        """The mask of what the decoder attends to besides its text, since the session's first forward."""
+        """The mask of the encoder outputs, since the session's first forward."""
         self._rows = batch_size
 
     @property
@@ -100,18 +101,18 @@ class RemoteCache(PhantomCache):
 
     @property
     def self_attention_cache(self) -> Self:
-        """What decoders with an encoder ask for lengths."""
+        """The cache that decoders with an encoder ask for lengths."""
         return self
 
     def keeps_adapter(self, training: bool) -> bool:
-        """Whether a step that goes on needn't look for its adapter: to compare its values costs time.
+        """True if a later step may use the last adapter. Reading it from the model again, to compare, costs time.
 
-        What peft puts in front of a text, it gives to the first forward alone.
+        A prefix of peft is given to the first forward alone.
         """
         return self.begun_in_training == training or self.num_prefix > 0
 
     def go_on_with_adapter_of(self, other: "RemoteCache") -> None:
-        """Take over which adapter the last forward had."""
+        """Take over the adapter of the other's last forward."""
         self.adapter, self.begun_in_training = other.adapter, other.begun_in_training
 
     @property
@@ -120,7 +121,7 @@ class RemoteCache(PhantomCache):
 
     @property
     def is_compileable(self) -> bool:
-        """False: compileable caches are given prepared masks, while the blocks want the raw one."""
+        """False, because compileable caches get prepared masks, and the blocks need the raw one."""
         return False
 
     @property
@@ -129,7 +130,7 @@ class RemoteCache(PhantomCache):
 
     @property
     def forgets_early(self) -> bool:
-        """Whether some blocks drop what a rollback needs, unless their session records its past from its begin on."""
+        """True if some blocks drop what rollbacks need, unless the session records its past from the beginning."""
         return any(
             getattr(layer, "is_sliding", False) or isinstance(layer, LinearAttentionCacheLayerMixin)
             for layer in self.layers
@@ -176,7 +177,7 @@ class RemoteCache(PhantomCache):
         self.session.position = 0
 
     def close(self) -> None:
-        """Free what the servers keep for it, without waiting until it is forgotten."""
+        """Free the caches on servers now, without waiting for garbage collection."""
         self.session.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -188,7 +189,7 @@ class RemoteCache(PhantomCache):
         return twin
 
     def __copy__(self) -> Self:
-        return self  # transformers' shallow copies share their layers, so that each follows the other's changes
+        return self  # shallow copies of transformers' caches share their layers, and so all changes
 
     def __iter__(self) -> Iterator[Any]:
         self.update()

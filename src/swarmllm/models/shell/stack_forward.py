@@ -1,15 +1,22 @@
-"""The forward of the stack, the module that owns the loop over blocks: what it does more in a client.
+"""The forwards of the stack, which is the module with the loop over blocks, and of the model around it.
 
-It is given a subclass by `loading`. Before the architecture's own forward, its arguments are checked, the cache is
-chosen (`client_shell`), trained prompts are put in, and what the blocks need besides hidden states is noted for the
-proxy (`blocks_proxy`). The outputs of an encoder are checked as well, and sent once per session (`source_of_call`).
+`loading` gives both a subclass. Before the architecture's own forward of the stack (`adopt_stack`):
 
-The model's forward gets a subclass (`adopt_head`), which notes before the stack runs whether the head or the loss
-looks at outputs of padding: then a batch can't do without them. Mostly it doesn't. But a loss counts labels of padding
-unless they are -100, a head for classes may take what it has for the last token, and answers are looked for
-everywhere. `blocks_proxy` says it to whoever runs the blocks.
+1. The arguments are checked, and the cache is chosen (`client_shell`).
+2. Trained prompts are added (`tuned_prompts`).
+3. A `Call` is made of everything that the blocks need besides hidden states; `blocks_proxy` runs it. Encoder outputs
+   are part of it once per session (`source_of_call`).
 
-`SplitForward` is one forward in two halves: up to the blocks, and from them on. In between the blocks' inputs travel,
+Models with vision or audio compute embeddings with modules of their own in the client. Their text model's forward gets
+more than embeddings where positions of a picture see each other, or where outputs of the vision tower are added between
+blocks (`boundary/pictures`). `pack_vision_inputs` checks these arguments and makes them ready to travel. Servers make
+masks themselves where the text model would make the same.
+
+The model's forward (`adopt_head`) finds out whether the head or the loss reads outputs of padding, which otherwise
+aren't computed. Mostly it doesn't. But a loss counts labels of padding unless they are -100, a head for classes may
+take padding for the last token, and a head for answers reads all positions.
+
+`SplitForward` is one forward in two halves: before the blocks and after them. In between, the blocks' inputs travel,
 and other forwards may begin. Speculation uses it (`speculation/sampling_loop`).
 """
 
@@ -51,7 +58,7 @@ _ON_THE_WIRE = ("attention_mask", "position_ids", "token_type_ids")
 
 
 def adopt_stack(model: PreTrainedModel, of_shell: ShellStack) -> None:
-    """Give the stack a subclass with our forward: unlike a hook, it also serves callers of `stack.forward`."""
+    """Give the stack a subclass with our forward. Unlike a hook, it is also called by `stack.forward`."""
     stack, role = of_shell.module, of_shell.stack.role
     cls = type(stack)
     shell = model
@@ -82,19 +89,19 @@ def adopt_stack(model: PreTrainedModel, of_shell: ShellStack) -> None:
                 outputs = cls.forward(self, **kwargs)
             finally:
                 if isinstance(spent := kwargs.get(name), TunedPrefixCache):
-                    spent.num_prefix = 0  # some models return it, and peft looks how long it is
+                    spent.num_prefix = 0  # some models return it, and peft reads its length
         if prefix is not None:
             note_spent(given)
         outputs = _with_cache(outputs, name, cache)
         return prompts.drop(outputs) if prompts is not None and with_prompts else outputs
 
-    # torch.compile would trace the client's whole way to the servers, for minutes, and warn of what it finds there.
+    # torch.compile would trace all code up to the servers, for minutes, and warn of much of it.
     whole = torch.compiler.disable(forward, reason="servers run the blocks")  # type: ignore[no-untyped-call]
     stack.__class__ = type(cls.__name__, (cls,), {"forward": whole, "__module__": cls.__module__})
 
 
 def _with_cache(outputs: Any, name: str, cache: RemoteCache | None) -> Any:
-    """The outputs with the cache that was used: whisper puts one of its own in the place of an empty one."""
+    """The outputs with the cache that was used: whisper replaces an empty one by its own."""
     if cache is None:
         return outputs
     if isinstance(outputs, tuple):
@@ -105,7 +112,7 @@ def _with_cache(outputs: Any, name: str, cache: RemoteCache | None) -> Any:
 
 
 def _of_half_a_forward(stack: PreTrainedModel, kwargs: dict[str, Any], cache_name: str) -> dict[str, Any]:
-    """The arguments, checked, without wishes for what is inside: half a forward has no inside."""
+    """The arguments, checked, without the wish for inner states, which half a forward doesn't have."""
     ids, mask, past = kwargs.get("input_ids"), kwargs.get("attention_mask"), kwargs.get(cache_name)
     if ids is not None and mask is not None:
         check_mask(mask, ids.shape[0], ids.shape[1], 0 if past is None else past.get_seq_length())
@@ -122,14 +129,14 @@ def _call_of(
     inner: InnerStates | None,
 ) -> Call:
     of_shell.unseen.refuse(kwargs)
-    if of_shell.hears:
+    if of_shell.takes_audio:
         return _call_of_audio(shell, of_shell, kwargs)
     stack = of_shell.module
     given = _given(stack, kwargs)
     if of_shell.stack.role == "encoder":
         _refuse_other_masks(kwargs)
-    seen = seen_by(stack, kwargs, given, cache) if of_shell.sees else Seen(kwargs)
-    tensors = _tensors_among(seen.kwargs)
+    vision = pack_vision_inputs(stack, kwargs, given, cache) if of_shell.has_vision else VisionInputs(kwargs)
+    tensors = _tensors_among(vision.kwargs)
     num_prefix = cache.num_prefix if cache is not None else len(prefix) if prefix is not None else 0
     if num_prefix and "attention_mask" in tensors:
         tensors["attention_mask"] = text_mask(tensors["attention_mask"], num_prefix)
@@ -137,10 +144,9 @@ def _call_of(
         past = 0 if cache is None else cache.session.position
         check_mask(tensors["attention_mask"], given.shape[0], given.shape[1], past)
     elif cache is not None and cache.deferred and "position_ids" in tensors:
-        # Servers run this without the cache that transformers would have here, and would take positions that begin
-        # anew for those of another text.
+        # Servers run this without a cache. transformers would take positions that begin anew for another text then.
         tensors["attention_mask"] = torch.ones(given.shape[:2], dtype=torch.int64, device=given.device)
-    tensors |= seen.tensors | _extra_inputs(of_shell, kwargs)
+    tensors |= vision.tensors | _extra_inputs(of_shell, kwargs)
     if of_shell.stack.role == "decoder":
         tensors |= source_of_call(kwargs, given.shape[0], cache)
     adapter, trained = _adapter(shell, of_shell, cache, prefix)
@@ -161,7 +167,7 @@ def _call_of(
         **tensors,
     )
     callers = kwargs.get("inputs_embeds") is not None
-    return Call(inputs=inputs, cache=cache, hidden_is_callers=callers, used_up=seen.used_up, hooked=hooked)
+    return Call(inputs=inputs, cache=cache, hidden_is_callers=callers, used_up=vision.used_up, hooked=hooked)
 
 
 def _refuse_other_masks(kwargs: dict[str, Any]) -> None:
@@ -181,22 +187,22 @@ def _adapter_numbers(of_shell: ShellStack, given: Tensor) -> Tensor:
 
 
 def _call_of_audio(shell: PreTrainedModel, of_shell: ShellStack, kwargs: dict[str, Any]) -> Call:
-    """What is known before the encoder has made hidden states of it: how many they are, and a mask, comes with them."""
+    """The call of an encoder of audio. Only its hidden states will tell their number and their mask."""
     given = next((value for value in kwargs.values() if isinstance(value, Tensor)), None)
     if given is None or 0 in given.shape:
         name = shell.main_input_name
-        raise ConfigurationError(f"give the model its sound as {name}: {'none' if given is None else [*given.shape]}")
+        raise ConfigurationError(f"give the model its audio as {name}: {'none' if given is None else [*given.shape]}")
     adapter, trained = _adapter(shell, of_shell, None, None)
     if adapter is not None and (adapter.has_dropout or adapter.has_numbers):
         raise ConfigurationError(
-            "adapters inside an encoder that hears can have neither dropout nor adapter_names: set lora_dropout=0"
+            "adapters inside an encoder of audio can have neither dropout nor adapter_names: set lora_dropout=0"
         )
     if of_shell.adapters.blocks.hooked():
-        raise ConfigurationError("hooks on blocks of an encoder that hears can't be run: hook the encoder itself")
+        raise ConfigurationError("hooks on blocks of an encoder of audio can't be run: hook the encoder itself")
     inputs = BlockInputs(
         hidden_states=NO_HIDDEN, batch_size=given.shape[0], seq_len=0, adapter=adapter, trained=trained
     )
-    return Call(inputs=inputs, hears=True)
+    return Call(inputs=inputs, from_audio=True)
 
 
 def _tensors_among(kwargs: dict[str, Any]) -> dict[str, Tensor]:
@@ -210,7 +216,7 @@ def _tensors_among(kwargs: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _given(stack: PreTrainedModel, kwargs: dict[str, Any]) -> Tensor:
-    """The text, as ids or as embeddings."""
+    """The text: its ids or its embeddings."""
     ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
     given: Tensor | None = ids if ids is not None else embeds
     if given is None:
@@ -224,7 +230,7 @@ def _given(stack: PreTrainedModel, kwargs: dict[str, Any]) -> Tensor:
 
 
 def _extra_inputs(of_shell: ShellStack, kwargs: dict[str, Any]) -> dict[str, Tensor]:
-    """The text itself, as far as the blocks of some architectures need it."""
+    """The token ids or embeddings that the blocks of some architectures need besides hidden states."""
     ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
     extra: dict[str, Tensor] = {}
     if (of_blocks := kwargs.get("per_layer_inputs")) is not None:
@@ -243,7 +249,7 @@ def _extra_inputs(of_shell: ShellStack, kwargs: dict[str, Any]) -> dict[str, Ten
 def _adapter(
     shell: PreTrainedModel, of_shell: ShellStack, cache: RemoteCache | None, prefix: TunedPrefix | None
 ) -> tuple[BlockAdapter | None, tuple[Tensor, ...]]:
-    """The adapter to run the blocks with, and the parameters to be trained."""
+    """(the adapter of the blocks, the parameters that are trained)."""
     adapters, stack = of_shell.adapters, of_shell.module
     goes_on = cache is not None and cache.session.position > 0
     if cache is not None and goes_on and cache.keeps_adapter(shell.training):
@@ -261,7 +267,7 @@ def _adapter(
 
 
 def source_of_call(kwargs: dict[str, Any], batch_size: int, cache: RemoteCache | None) -> dict[str, Tensor]:
-    """The tensors of `SOURCE` that have to travel with a forward of the decoder: none if its session has them.
+    """The encoder outputs to send with a forward of the decoder; none if its session has them.
 
     Raises:
         ConfigurationError: they are missing, of another shape, or not those of the session.
@@ -289,7 +295,7 @@ def source_of_call(kwargs: dict[str, Any], batch_size: int, cache: RemoteCache |
 
 
 def adopt_head(model: PreTrainedModel) -> None:
-    """Give the model a subclass with our forward, if it has a head."""
+    """Give the model a subclass with our forward, if it has a head around the stack."""
     cls = type(model)
     if decoder_stack(model) is model:
         return
@@ -308,9 +314,9 @@ def adopt_head(model: PreTrainedModel) -> None:
 
 
 def reads_padding(model: PreTrainedModel, given: dict[str, Any]) -> bool | None:
-    """Whether a forward of the model with these arguments looks at positions that the mask `[batch, seq]` hides.
+    """True if a forward of the model with these arguments reads positions that the mask `[batch, seq]` hides.
 
-    None: it doesn't, but has no loss either, so whoever gets its outputs may.
+    None: it doesn't, but it has no loss either, and its caller may read them in the outputs.
     """
     mask, labels, task = given.get("attention_mask"), given.get("labels"), type(model).__name__
     if task.endswith("ForQuestionAnswering"):
@@ -319,22 +325,22 @@ def reads_padding(model: PreTrainedModel, given: dict[str, Any]) -> bool | None:
         return False
     if task.endswith("ForSequenceClassification"):
         read = _read_by_head_for_classes(model, given.get("input_ids"), mask)
-    elif labels is None and isinstance(kept := given.get("logits_to_keep"), int) and kept > 0:  # as of generate()
+    elif labels is None and isinstance(kept := given.get("logits_to_keep"), int) and kept > 0:  # generate() asks for it
         read = torch.zeros_like(mask, dtype=torch.bool)
         read[:, -kept:] = True
     elif labels is None:
         return None
     else:
         read = labels != IGNORED
-        read[:, :-1] |= labels[:, 1:] != IGNORED  # what language models predict a label from
+        read[:, :-1] |= labels[:, 1:] != IGNORED  # language models predict a label from the position before it
     if read.ndim != 2 or len(read) != len(mask) or read.shape[1] > mask.shape[1]:
-        return True  # a mistake, or unknown
-    hidden = mask[:, mask.shape[1] - read.shape[1] :].to(read.device) == 0  # of a prefix, nothing comes back
+        return True  # a mistake of the caller, or unknown
+    hidden = mask[:, mask.shape[1] - read.shape[1] :].to(read.device) == 0  # a prefix has no outputs
     return bool((read & hidden).any())
 
 
 def _read_by_head_for_classes(model: PreTrainedModel, ids: Tensor | None, mask: Tensor) -> Tensor:
-    """True at one position of each row: the first of encoders, what decoders take for the text's last one."""
+    """True at one position of each row: encoders read the first one, decoders the last one that isn't padding."""
     pad = model.config.get_text_config().pad_token_id
     is_text = torch.ones_like(mask) if ids is None or pad is None else ids != pad
     last = (torch.arange(is_text.shape[-1], device=is_text.device) * is_text).argmax(dim=-1, keepdim=True)
@@ -343,17 +349,17 @@ def _read_by_head_for_classes(model: PreTrainedModel, ids: Tensor | None, mask: 
 
 
 class SplitForward:
-    """A step that begins at `position`; the session of the cache that the model sees meanwhile.
+    """A forward in two halves that begins at `position`; it is the session of the cache that the model gets.
 
-    The model's own code runs in both halves, with the same arguments; what it computed before the blocks is computed
-    again in the second one, which costs less than to keep a forward suspended.
+    The model's own code runs in both halves, with the same arguments. The second one computes everything before the
+    blocks again, which costs less than a suspended forward.
     """
 
     def __init__(self, model: PreTrainedModel, position: int, of_text: RemoteCache | None = None) -> None:
-        """`of_text`: the cache of the text that the step belongs to, and with whose adapter it goes on."""
+        """`of_text`: the cache of the text, whose adapter is used again."""
         self.position = position
         self.cache = RemoteCache(model.config, self, 1)
-        """The cache to give to the model: it says that `position` positions have been seen."""
+        """The cache for the model, of `position` positions."""
         if of_text is not None:
             self.cache.go_on_with_adapter_of(of_text)
         self._model = model
@@ -362,7 +368,7 @@ class SplitForward:
         self._hidden: Tensor | None = None
 
     def begin(self, model_inputs: dict[str, Any]) -> BlockInputs:
-        """The first half: the forward's arguments → what the blocks are to be run on."""
+        """The first half: arguments of the forward → inputs of the blocks."""
         self._kwargs = {**model_inputs, cache_argument(decoder_stack(self._model)): self.cache}
         try:
             self._model(**self._kwargs, return_dict=True)
@@ -372,16 +378,16 @@ class SplitForward:
         raise LocalProtocolError(f"the forward of {type(self._model).__name__} never reached its blocks")
 
     def finish(self, hidden: Tensor) -> Any:
-        """The second half: hidden states after the last block → the model's output; its cache means nothing."""
+        """The second half: hidden states after the last block → the model's output, whose cache is of no use."""
         self._hidden = hidden
         return self._model(**self._kwargs, return_dict=True)
 
-    # ------------------------------------------------------------------ a session, for this one step
+    # ------------------------------------------------------------------ the session of this one step
 
     is_generating = False
 
     def run_step(self, inputs: BlockInputs, part: Span | None = None) -> Tensor:
-        """Called where the blocks would run."""
+        """Called in place of running the blocks."""
         if self._hidden is None:
             self._inputs = inputs
             raise ForwardStopped
@@ -400,7 +406,7 @@ class SplitForward:
         raise LocalProtocolError("a step can't be copied")
 
     def close(self) -> None:
-        """Nothing to free: the session is somebody else's."""
+        """Nothing to free: the real session is another one."""
 
 
 _TRAVELS = frozenset(
@@ -409,32 +415,35 @@ _TRAVELS = frozenset(
         *("cache_position", "labels"),
     )
 )
-"""Tensors that servers are given or know themselves, and labels, which are passed on to stacks that don't read them."""
+"""Arguments with tensors that servers are given or know themselves; labels reach stacks that don't read them."""
 
 
 _OFFSETS = "rope_deltas"
-"""Under this name models with positions of several axes keep by how much those of the last text's pictures are behind
-the number of its tokens, for the next call that continues it."""
+"""The attribute of models with positions on several axes for the difference between the last text's positions and the
+number of its tokens, which its pictures cause. The next call continues the text with it."""
 _KEY = "swarm_offsets_key"
 _offsets: ContextVar[Mapping[object, Any]] = ContextVar("swarmllm_offsets", default=MappingProxyType({}))
-"""By the module's `_KEY`, in each thread or task: texts are written at the same time."""
+"""Values of `rope_deltas` by the module's `_KEY`, for each thread or task: several texts may be written at a time, and
+transformers keeps one value in the module, also from one call to the next."""
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
-    """The arguments of a text model's forward as far as they have their usual forms, and what travels beside them."""
+class VisionInputs:
+    """The usual arguments of a text model's forward, and the tensors that travel in place of the others."""
 
     kwargs: dict[str, Any]
     tensors: dict[str, Tensor] = field(default_factory=dict)
     used_up: tuple[Any, ...] = ()
-    """Lists and dicts that have to be empty once the blocks have run."""
+    """Lists and dicts to clear when the blocks have run."""
 
 
-def seen_by(stack: PreTrainedModel, kwargs: dict[str, Any], given: Tensor, cache: RemoteCache | None) -> Seen:
-    """Make everything ready to travel; what `kwargs` has for use between blocks is replaced by a copy that ends empty.
+def pack_vision_inputs(
+    stack: PreTrainedModel, kwargs: dict[str, Any], given: Tensor, cache: RemoteCache | None
+) -> VisionInputs:
+    """Make the arguments ready to travel. Features to be added between blocks are replaced in `kwargs` by a copy.
 
     Raises:
-        ConfigurationError: there is something among them that can't be transported.
+        ConfigurationError: servers can't be sent one of them.
     """
     deepstack = DeepstackArguments.of(stack)
     own = set() if deepstack is None else {deepstack.features, deepstack.mask}
@@ -442,7 +451,7 @@ def seen_by(stack: PreTrainedModel, kwargs: dict[str, Any], given: Tensor, cache
         if name not in _TRAVELS | own and any(True for _ in _tensors(value)):
             raise ConfigurationError(
                 f"{type(stack).__name__} is given {name} besides embeddings, which servers don't take: run this model "
-                "locally, or without what it sees"
+                "locally, or without pictures"
             )
     tensors: dict[str, Tensor] = {}
     used_up: list[Any] = []
@@ -458,11 +467,11 @@ def seen_by(stack: PreTrainedModel, kwargs: dict[str, Any], given: Tensor, cache
             usual["attention_mask"] = current_call().model_mask
         else:
             tensors |= pack_masks(mask, stack.config) if isinstance(mask, dict) else {"attention_mask": mask}
-    return Seen(usual, tensors, tuple(used_up))
+    return VisionInputs(usual, tensors, tuple(used_up))
 
 
 def keep_offsets_apart(model: PreTrainedModel) -> None:
-    """Give each thread or task its own offsets of positions, which code of models that see keeps in its modules."""
+    """Give each thread or task its own `rope_deltas`, which models with vision keep in a module."""
     for part in model.modules():
         if _OFFSETS in vars(part):
             del vars(part)[_OFFSETS]
@@ -473,7 +482,7 @@ def keep_offsets_apart(model: PreTrainedModel) -> None:
 
 
 def forget_offsets(model: PreTrainedModel) -> None:
-    """What follows goes on with a text that has no pictures."""
+    """Forget `rope_deltas`: the next text has no pictures."""
     for part in model.modules():
         if _KEY in vars(part):
             _set_offsets(part, None)
@@ -490,7 +499,7 @@ def _set_offsets(part: Any, value: Any) -> None:
 def _is_usual(
     stack: PreTrainedModel, mask: Any, kwargs: dict[str, Any], given: Tensor, cache: RemoteCache | None
 ) -> bool:
-    """Whether the text model would make the same of the mask that the whole model was given."""
+    """True if the text model would make this mask itself of the mask that the whole model was given."""
     embeds = kwargs.get("inputs_embeds")
     if embeds is None:
         embeds = given[..., None].to(stack.dtype)

@@ -1,18 +1,18 @@
-"""Vectors that are trained in place of weights, before the text: prompts, or keys and values (prefix tuning).
+"""Vectors before the text that are trained in place of weights: prompts, or keys and values (prefix tuning).
 
 `tuning_mode="ptune"` puts `pre_seq_len` trained embeddings before every text (prompt tuning; Lester et al. 2021,
-arXiv:2104.08691). `"deep_ptune"` also adds trained vectors to what each block gets at these positions (after P-Tuning
-v2, Liu et al. 2021, arXiv:2110.07602): they travel to the servers like any other adapter (`adapters/block_adapter`,
+arXiv:2104.08691). `"deep_ptune"` also adds trained vectors to the inputs of each block at these positions (P-Tuning v2;
+Liu et al. 2021, arXiv:2110.07602). They travel to the servers like any other adapter (`adapters/block_adapter`,
 `prompt`).
 
-The stack prepends the prompts to what it is given and drops their outputs, so that whatever is around it (heads,
-losses, `generate()`) sees the text alone. The cache holds both: within the stack it tells its whole length, outside
-that of the text.
+The stack prepends the prompts to its inputs and drops their outputs. So the code around it (heads, losses,
+`generate()`) sees the text alone. The cache holds both: within the stack it tells its whole length, outside that of the
+text.
 
-Prefix tuning (after Li & Liang 2021, arXiv:2101.00190): peft's `PrefixTuningConfig` trains keys and values in each
-block, and hands them to the model as a cache that is already filled, the same for each row. Here they are read from
-it, and travel to the servers once, like any other adapter (`prefix`); the servers begin the caches of sessions and
-batches with them. The positions of a session are those of the text; its cache tells transformers both together.
+Prefix tuning (Li & Liang 2021, arXiv:2101.00190): peft's `PrefixTuningConfig` trains keys and values for each block,
+and gives them to the model as a filled cache, the same for each row. They are read from it here, and travel to the
+servers once, like any other adapter (`prefix`). Servers begin the caches of sessions and sessionless requests with
+them. The positions of a session are those of the text; its cache tells transformers both together.
 
 Called by `stack_forward`.
 """
@@ -37,7 +37,7 @@ from swarmllm.models.shell.remote_cache import RemoteCache
 MODES = ("ptune", "deep_ptune")
 
 LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
-"""Kinds of caches that hold nothing but keys and values."""
+"""Layers of caches that hold keys and values alone."""
 
 
 class TunedPrompts(nn.Module):
@@ -57,7 +57,7 @@ class TunedPrompts(nn.Module):
         return self._shapes["shallow"][0]
 
     def check(self) -> None:
-        """Raises ConfigurationError if somebody has put prompts of another shape in their place."""
+        """Raise ConfigurationError if prompts of another shape have been put in their place."""
         for name, parameter in self.named_parameters():
             if parameter.shape != self._shapes.get(name):
                 raise ConfigurationError(
@@ -72,9 +72,9 @@ class TunedPrompts(nn.Module):
                 yield Patch(block=block_idx, path="", kind="prompt", shapes=(tuple(values.shape),)), [values]
 
     def prepend(self, stack: PreTrainedModel, kwargs: dict[str, Any], cache: RemoteCache | None) -> bool:
-        """Change the arguments of the stack's forward; whether the prompts are part of this call.
+        """Put the prompts into the arguments of the stack's forward. Returns whether they are part of this call.
 
-        They are until the cache holds them.
+        They are, until the cache holds them.
         """
         self.check()
         num_prompts = len(self)
@@ -154,7 +154,7 @@ def whole_length(cache: RemoteCache | None) -> Iterator[None]:
 
 
 class TunedPrefixCache(PhantomCache):
-    """The past of a batch without a session: only a length."""
+    """The past of a forward without a session: only a length."""
 
     def __init__(self, config: PreTrainedConfig, num_prefix: int) -> None:
         super().__init__(config)
@@ -169,7 +169,7 @@ class TunedPrefixCache(PhantomCache):
 
 
 class TunedPrefix:
-    """The keys and values `[heads, prefix, head]` by block, as parts of the trainer's graph."""
+    """The keys and values `[heads, prefix, head]` by block, in the trainer's graph."""
 
     def __init__(self, pairs: dict[int, tuple[Tensor, Tensor]], num_prefix: int) -> None:
         self._pairs = pairs
@@ -180,7 +180,7 @@ class TunedPrefix:
 
     @classmethod
     def read(cls, cache: Any, model: PreTrainedModel, batch_size: int) -> "TunedPrefix":
-        """Read what `cache`, given for a batch of `batch_size` rows, holds for the blocks of `model`.
+        """Read a prefix for the blocks of `model` from `cache`, which is given for `batch_size` rows.
 
         Raises:
             ConfigurationError: it is no prefix, or the model can't have one.
@@ -220,7 +220,7 @@ def _pair(layer: Any, batch_size: int, num_prefix: int) -> tuple[Tensor, Tensor]
     """The keys and values `[heads, prefix, head]` of one block."""
     pair: list[Tensor] = []
     for tensor in (layer.keys, layer.values):
-        # What a sliding window has dropped already, no position behind the prefix will see.
+        # Positions that a sliding window has dropped: none behind the prefix will see them.
         dropped = num_prefix - tensor.shape[-2] if isinstance(layer, DynamicSlidingWindowLayer) else 0
         if tensor.shape[0] != batch_size or layer.get_seq_length() != num_prefix:
             raise ConfigurationError(
@@ -234,7 +234,7 @@ def _pair(layer: Any, batch_size: int, num_prefix: int) -> tuple[Tensor, Tensor]
 
 
 def text_mask(mask: Tensor, num_prefix: int) -> Tensor:
-    """A mask without the prefix's columns, which servers put back: `[batch, prefix + seq]` → `[batch, seq]` of 0 and 1.
+    """The mask without the prefix's columns, which servers add: `[batch, prefix + seq]` → `[batch, seq]` of 0 and 1.
 
     Raises:
         ConfigurationError: it isn't that.

@@ -1,56 +1,56 @@
-"""What somebody changes without touching a module of the blocks, so that servers would compute as if it weren't there.
+"""Changes that touch no module of the blocks, so that servers would compute as if they were not there.
 
-`stack_forward` has it looked for at each forward: in the config, the arguments, rotary embeddings, hooks on all modules
-that there are, and torch.func's transforms. What is done to modules of blocks, `hollow_modules` sees.
+`stack_forward` looks for them at each forward: in the config, in the arguments, in rotary embeddings, among hooks on
+all modules, and in torch.func's transforms. Changes of blocks are refused by `hollow_modules`.
 """
 
 import copy
-import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
-from functools import cache
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from swarmllm.errors import ConfigurationError
 from swarmllm.models.shell.hollow_modules import ModulePlace, close_hooks, fix_children
 
-_OF_MASKS = ("is_causal", "sliding_window", "attention_chunk_size", "layer_types", "num_hidden_layers")
-"""Config fields that transformers reads for masks and for the loop over blocks, whatever the architecture."""
-_HERE = re.compile(r"_.*|output_.*|.*_token_id|use_cache|use_return_dict|return_dict|vocab_size|layerdrop")
-"""Fields that concern what is here alone, or that are looked at elsewhere."""
-_READ = re.compile(r"\bconfig\.(\w+)|\bconfig, \"(\w+)\"")
+_HERE = re.compile(
+    r"_.*|output_.*|.*_token_id|.*logit.*|use_cache|(use_)?return_dict|vocab_size|tie_word_embeddings|layerdrop|dtype"
+    r"|num_labels|id2label|label2id|problem_type|classifier_dropout|.*aux_loss_coef|summary_.*|mask_.*"
+    r"|apply_spec_augment|embedding_multiplier|scale_embedding|architectures|transformers_version|pretraining_tp"
+)
+"""Config fields that only what is here reads: embeddings, heads, losses, and the code around them."""
+_OF_MASKS = ("is_causal", "sliding_window", "attention_chunk_size", "layer_types", "partial_rotary_factor")
+"""Config fields that transformers reads for masks and positions, even where a config lacks them."""
 _GLOBAL_HOOKS = tuple(f"_global_{kind}_hooks" for kind in ("forward_pre", "forward", "backward_pre", "backward"))
-_NO_MODELS = ("torch.", "swarmllm.", "builtins", "transformers.modeling_", "transformers.generation.", "peft.")
-"""Packages whose classes are no architecture's."""
+_OF_PACKED_TEXTS = dict.fromkeys(("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k"), "give each text a row of its own")
 _OF_BLOCKS = {
     **dict.fromkeys(("is_causal", "position_bias"), "use a mask of four axes"),
-    **dict.fromkeys(("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k"), "give each text a row of its own"),
     "encoder_hidden_states": "put what the blocks shall see into the text",
 }
 """Arguments that a model hands through to its blocks, and what to do instead."""
-_RECURRENT = re.compile(r"seq_idx|cu_seq_?lens|causal_conv1d")
-"""In the code of blocks that keep packed texts apart by such arguments; attention does it by positions alone."""
+_ROUNDING, _TINY = 2.0**-7, 1e-6
+"""A cast of the model to bfloat16 or half and back changes a rotary embedding by at most this, relative or absolute."""
 
 
 class UnseenChanges:
-    """Knows how a stack was when it was opened."""
+    """Remembers how a stack was when it was opened."""
 
-    def __init__(self, stack: nn.Module, blocks: Iterable[nn.Module], *, takes_source: bool) -> None:
-        """`takes_source`: whether what an encoder has made is an argument that servers are sent."""
+    def __init__(self, stack: nn.Module, *, takes_source: bool) -> None:
+        """`takes_source`: whether encoder outputs are an argument that servers are sent."""
         self._config: Any = stack.config
-        types = {type(part) for block in blocks for part in block.modules()}
-        of_blocks = "\n".join(source for cls in types for source in _sources(cls))
-        read = _READ.findall("\n".join([of_blocks, *_sources(type(stack), ("forward",))]))
-        known = (name for name in {*_OF_MASKS, *(one or other for one, other in read)} if not _HERE.fullmatch(name))
-        self._was = {name: copy.deepcopy(getattr(self._config, name, None)) for name in sorted(known)}
-        harmless = {"encoder_hidden_states"} if takes_source else set()
-        harmless |= set() if _RECURRENT.search(of_blocks) else {"seq_idx", "cu_seq_lens_q", "cu_seq_lens_k"}
-        self._arguments = [name for name in _OF_BLOCKS if name not in harmless]
-        self._rotary = _Rotary(stack)
+        fields = dict.fromkeys(_OF_MASKS) | vars(self._config)
+        self._was = {name: copy.deepcopy(value) for name, value in fields.items() if not _HERE.fullmatch(name)}
+        layers = DynamicCache(config=self._config).layers
+        # Attention keeps packed texts apart by positions alone, recurrent blocks only by these arguments.
+        recurrent = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
+        self._arguments = _OF_BLOCKS | (_OF_PACKED_TEXTS if recurrent else {})
+        if takes_source:
+            del self._arguments["encoder_hidden_states"]
+        self._rotary = _RotaryEmbeddings(stack)
 
     def refuse(self, kwargs: Mapping[str, Any]) -> None:
         """Refuse what servers can't follow; `kwargs` are the arguments of the stack's forward.
@@ -58,16 +58,16 @@ class UnseenChanges:
         Raises:
             ConfigurationError: there is something.
         """
+        fields = vars(self._config)
         for name, was in self._was.items():
-            if (now := getattr(self._config, name, None)) != was:
+            if (now := fields.get(name)) is not was and now != was:
                 raise ConfigurationError(
                     f"config.{name} is {now!r} now, but the servers' blocks run with {was!r}, as the checkpoint has "
                     "it: set it back, or serve a checkpoint that was saved with it"
                 )
         self._rotary.refuse()
-        for name in self._arguments:
+        for name, instead in self._arguments.items():
             if kwargs.get(name) is not None:
-                instead = _OF_BLOCKS[name]
                 raise ConfigurationError(f"{name} can't be given to blocks on servers: leave it out, and {instead}")
         if any(getattr(nn.modules.module, table) for table in _GLOBAL_HOOKS):
             raise ConfigurationError(
@@ -81,84 +81,33 @@ class UnseenChanges:
             )
 
 
-class _Rotary:
-    """The stack's rotary embeddings, which it computes here for nothing: servers have their own.
-
-    So casts are harmless, whatever they round: `model.to(bfloat16)` and back.
-    """
+class _RotaryEmbeddings:
+    """The stack's rotary embeddings. It computes them here for nothing: servers have their own."""
 
     def __init__(self, stack: nn.Module) -> None:
         parts = {name: part for name, part in stack.named_children() if "Rotary" in type(part).__name__}
         for name, part in parts.items():
             close_hooks(part, ModulePlace("the model", name))
         fix_children(stack, ModulePlace("the model"), parts.keys())
-        grows = ("dynamic", "longrope")  # with the text, by themselves
-        still = [
-            part for part in parts.values() if not any(one in str(getattr(part, "rope_type", "")) for one in grows)
-        ]
-        self._scales = [
-            (part, name, value) for part in still for name, value in vars(part).items() if "scaling" in name
-        ]
-        self._buffers = [_Buffer(part, name) for part in still for name, _ in part.named_buffers()]
-        for part in still:
-            part.__dict__["swarm_buffers"] = [one for one in self._buffers if one.part is part]
-            cls: Any = type(part)
-            part.__class__ = _castable(cls)
+        grows = ("dynamic", "longrope")  # these change with the text, by themselves
+        still = [one for one in parts.values() if not any(kind in str(getattr(one, "rope_type", "")) for kind in grows)]
+        self._scales = [(one, name, value) for one in still for name, value in vars(one).items() if "scaling" in name]
+        self._buffers = [(one, name, value.detach().clone()) for one in still for name, value in one.named_buffers()]
+        self._seen: dict[int, tuple[Tensor, int]] = {}
+        """By index of a buffer: it and its version, when it was last found to be right."""
 
     def refuse(self) -> None:
-        changed = [name for part, name, was in self._scales if getattr(part, name) != was]
-        changed += [one.name for one in self._buffers if not one.is_same()]
+        changed = [name for one, name, was in self._scales if getattr(one, name) != was]
+        for idx, (one, name, was) in enumerate(self._buffers):
+            now = one.get_buffer(name)
+            if now.is_meta or (idx in self._seen and self._seen[idx][0] is now and self._seen[idx][1] == now._version):
+                continue
+            if now.shape == was.shape and torch.allclose(now.double(), was.to(now.device).double(), _ROUNDING, _TINY):
+                self._seen[idx] = now, now._version
+            else:
+                changed.append(name)
         if changed:
             raise ConfigurationError(
                 f"{changed[0]} of the rotary embeddings was changed, but servers have embeddings of their own: set it "
                 "back, or serve a checkpoint that was saved with other rope_parameters"
             )
-
-
-class _Buffer:
-    """One of a module, and what it was when it was last known to be right."""
-
-    def __init__(self, part: nn.Module, name: str) -> None:
-        self.part, self.name = part, name
-        self.keep()
-
-    def keep(self) -> None:
-        """It is right as it is."""
-        self._seen = self.part.get_buffer(self.name)
-        self._version, self._was = self._seen._version, self._seen.detach().clone()
-
-    def is_same(self) -> bool:
-        """Whether it is right still: nobody has changed it, except to another device or dtype."""
-        now = self.part.get_buffer(self.name)
-        if now.is_meta or (now is self._seen and now._version == self._version):
-            return True
-        was = self._was.to(now.device, now.dtype)
-        same = now.shape == was.shape and torch.allclose(now.double(), was.double())
-        if same:
-            self.keep()
-        return same
-
-
-@cache
-def _castable(cls: Any) -> Any:
-    """The class of a rotary embedding, with buffers that stay right when all tensors of the model are converted."""
-
-    def _apply(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        right = [one for one in self.__dict__["swarm_buffers"] if one.is_same()]
-        found: nn.Module = cls._apply(self, *args, **kwargs)
-        for one in right:
-            one.keep()
-        return found
-
-    return type(cls.__name__, (cls,), {"_apply": _apply, "__module__": cls.__module__})
-
-
-def _sources(cls: type, methods: Iterable[str] | None = None) -> Iterator[str]:
-    """What an architecture's class does in these methods; None: in all but its constructor."""
-    for one in cls.__mro__:
-        if one.__module__.startswith(_NO_MODELS):
-            continue
-        for name, method in vars(one).items():
-            if inspect.isfunction(method) and (name in methods if methods else name != "__init__"):
-                with suppress(OSError):  # code that came without a file
-                    yield inspect.getsource(method)

@@ -18,7 +18,8 @@ from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 MOST_POSITIONS = 16
-"""New ones of a row: 8 take half to two thirds of the time, 32 as long (measured, 2 and 4 query heads to one)."""
+"""Most new positions of a row. Measured with 2 and 4 query heads to one: 8 take half to two thirds of the time, 32 as
+long."""
 OTHER_RULES = ("softcap", "position_bias", "s_aux", "dropout")
 
 
@@ -53,7 +54,7 @@ _asked = _Asked()
 
 @contextmanager
 def few_preferred() -> Iterator[None]:
-    """Within: models whose attention is "sdpa" attend so in this thread, where they can."""
+    """Within: models whose attention is "sdpa" use `attend_few` in this thread, where it is right."""
     _asked.yes = True
     try:
         yield
@@ -62,7 +63,7 @@ def few_preferred() -> Iterator[None]:
 
 
 def is_for_few(query: Tensor, mask: Tensor | None, options: dict[str, Any]) -> bool:
-    """Whether queries `[rows, heads, seq, head]` are few, and attend to just what the mask says."""
+    """True if queries `[rows, heads, seq, head]` are few, and nothing but the mask limits what they attend to."""
     given = (options.get(name) for name in OTHER_RULES)
     if any(isinstance(option, Tensor) or option for option in given):
         return False
@@ -72,7 +73,8 @@ def is_for_few(query: Tensor, mask: Tensor | None, options: dict[str, Any]) -> b
 
 
 def attend_few(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """What `scaled_dot_product_attention` returns for keys repeated for all heads: `[rows, seq, heads, head]`."""
+    """Attention as `scaled_dot_product_attention` computes it for keys repeated for all heads: `[rows, seq, heads,
+    head]`."""
     rows, heads, seq_len, head_dim = query.shape
     shared = query.reshape(*keys.shape[:2], -1, head_dim)
     num_shared = shared.shape[2]

@@ -58,7 +58,7 @@ class InnerRecording:
     def __init__(self, inner: InnerStates, stack: PreTrainedModel, slots: BlockSlots) -> None:
         self._inner, self._stack, self._slots = inner, stack, slots
         self.arguments: dict[str, Any] = {"output_attentions": True} if inner.attentions else {}
-        """What the stack's forward is to be given besides its usual arguments."""
+        """More arguments for the stack's forward."""
         if inner.attentions:
             parameters = inspect.signature(stack.forward).parameters
             takes_more = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
@@ -69,8 +69,8 @@ class InnerRecording:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Within, the blocks attend in a way that has weights, if those are wanted."""
-        if self._inner.attentions and self._slots.block_output == 1:  # the model looks for weights behind it now
+        """Within: the blocks use eager attention if its weights are asked for."""
+        if self._inner.attentions and self._slots.block_output == 1:  # the model then takes weights from more results
             self._slots.extras = (None,) * MAX_PLACE
         try:
             with attending(attention_configs(self._stack) if self._inner.attentions else (), "eager"):
@@ -79,7 +79,7 @@ class InnerRecording:
             self._slots.extras = None
 
     def record(self, block_idx: int, block: Callable[[], Any]) -> Any:
-        """Run the block, and keep what is wanted of it."""
+        """Run the block, and keep its outputs and attention weights if they are asked for."""
         inner, collected = self._inner, _collected()
         num_before = len(collected)
         result = block()
@@ -97,7 +97,7 @@ class InnerRecording:
         return result
 
     def check(self, inputs: BlockInputs, past: int) -> None:
-        """Whether all that was found is what it is called.
+        """Check the shapes of the recorded attention weights.
 
         Raises:
             ConfigurationError: these blocks attend in another way.
@@ -129,12 +129,12 @@ class BlockSpan:
         offloaded: OffloadedBlocks | None = None,
         group: Group | None = None,
     ) -> None:
-        """`model` has been pruned by `prune_to_span(span)`; `probes.probe` fills in what it finds."""
+        """`model` has been pruned by `prune_to_span(span)`; `probes.probe` sets traits, cache sizes and kept state."""
         self.span = span
         self.offloaded = offloaded
-        """Those whose weights aren't in memory all the time; None if all are."""
+        """The blocks whose weights are in memory only while they compute; None: all blocks are in memory."""
         self.group = group
-        """The processes that have the rows of matrices, this one among them; None if it has all."""
+        """The processes that share the rows of matrices, this one included; None: this process has all rows."""
         self.hosted = hosted_stack(model)
         self.stack = stack_module(model, self.hosted)
         slots = find_blocks(model).blocks
@@ -143,24 +143,24 @@ class BlockSpan:
         for block_idx in span if slots.given else ():
             give(slots.block(slots.first), slots.block(block_idx), slots.given)
         self.keeps_cache = not is_encoder(model.config) and not self.is_of_encoder
-        """Whether there can be sessions; the blocks of an encoder run whole batches only."""
+        """True if these blocks can have sessions; the blocks of an encoder run whole batches only."""
         self._require_arguments(type(model).__name__)
         self.largest_weight = max(self._weights(), key=lambda weight: weight.numel())
-        """The one whose dtype is the blocks': some small ones stay in float32."""
+        """The weight whose dtype is that of the blocks: some small ones stay in float32."""
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         model.eval()
         self.traits = BlockTraits()
         self.digests = digests
-        """What of the checkpoint each block was made of, in short (`checkpoint/block_digests`)."""
+        """Digests of the blocks in the checkpoint (`checkpoint/block_digests`)."""
         self.cache_sizes = CacheSizes()
         self.pool: PagePool | None = None
         """Pages for the keys and values of all sessions; None: each session has tensors of its own."""
         self.kept_state = KeptState(self.stack, ())
-        """What modules keep of a call, as it was before the first one; put back before each."""
+        """State that modules keep after a call, as it was before the first call; put back before each call."""
 
     def _require_arguments(self, model_name: str) -> None:
-        """The model's forward must take what blocks need that keep a cache or attend to an encoder's outputs."""
+        """Check that the model's forward takes a cache, and an encoder's outputs, if the blocks need them."""
         parameters = self._parameters
         if self.source_dim and SOURCE[0] not in parameters:
             raise UnsupportedModelError(f"the decoder {type(self.stack).__name__} doesn't take {SOURCE[0]}")
@@ -169,12 +169,12 @@ class BlockSpan:
 
     @cached_property
     def _parameters(self) -> Mapping[str, inspect.Parameter]:
-        """What the model's forward takes."""
+        """The parameters of the model's forward."""
         return inspect.signature(self.stack.forward).parameters
 
     @cached_property
     def deepstack(self) -> DeepstackArguments | None:
-        """How the stack takes what is added between blocks; None: it takes none."""
+        """Arguments of the stack that it adds between blocks; None: it takes none."""
         return DeepstackArguments.of(self.stack)
 
     @cached_property
@@ -188,7 +188,8 @@ class BlockSpan:
 
     @cached_property
     def masks_source(self) -> bool:
-        """Whether some of the encoder's outputs may be hidden from these blocks: models that hear may see all."""
+        """True if a mask can hide some of the encoder's outputs from these blocks; models with audio may have no such
+        mask."""
         return self.source_dim > 0 and SOURCE[1] in self._parameters
 
     @property
@@ -211,7 +212,7 @@ class BlockSpan:
 
     @cached_property
     def is_quantized(self) -> bool:
-        """Whether weights were made smaller when they were loaded."""
+        """True if weights were rounded to fewer bits when they were loaded."""
         return any(isinstance(one, QuantizedWeight) and is_rounded(one.packed) for one in self._weights())
 
     @cached_property
@@ -244,23 +245,23 @@ class BlockSpan:
 
     @cached_property
     def max_positions(self) -> int | None:
-        """Positions that the model was made for; some have a learned embedding for each, and none for more."""
+        """Positions that the model was made for; some models have a learned embedding for each, and none for more."""
         return max_positions(self.stack)
 
     @cached_property
     def table_positions(self) -> range | None:
-        """The `position_ids` for which this model's tables have an entry; None if it looks up nothing by them."""
+        """The `position_ids` for which this model's tables have an entry; None: it has no such tables."""
         return table_positions(self.stack)
 
     @property
     def longest_text(self) -> int | None:
-        """Positions that a text may have, a prefix included; None if there is no table of them that could end."""
+        """Most positions of a text, prefix included; None: no table limits them."""
         table = self.table_positions  # the first entries of some are for padding, so texts may have `max_positions`
         return None if table is None else min(table.stop, self.max_positions or table.stop)
 
     @cached_property
     def num_token_types(self) -> int:
-        """Token types that have an embedding; some models take those of their vocabulary instead."""
+        """Number of token types that have an embedding; some models use those of their vocabulary instead."""
         config = text_config(self.stack.config)
         return int(getattr(config, "type_vocab_size", None) or self.vocab_size)
 
@@ -276,7 +277,7 @@ class BlockSpan:
 
     @property
     def _shared_bytes(self) -> int:
-        """What shared matrices take on this device: of a processor's memory, all of them."""
+        """Memory of shared matrices on this device: for a processor, the memory of all processes."""
         if self.group is None:
             return 0
         return sum(self.group.num_bytes) if self.device.type == "cpu" else self.group.num_bytes[0]
@@ -300,7 +301,7 @@ class BlockSpan:
 
     @property
     def why_not_paged(self) -> str:
-        """Why sessions can't be kept in pages; "" if they keep nothing but keys and values, of all blocks."""
+        """The reason why sessions can't be kept in pages; "" if they keep only keys and values, of all blocks."""
         if not self.keeps_cache:
             return "the blocks keep nothing of a session"
         if self.source_dim:
@@ -317,7 +318,7 @@ class BlockSpan:
         return ""
 
     def new_pool(self, num_pages: int, span: Span | None = None, dtype: torch.dtype | None = None) -> PagePool:
-        """Pages for the keys and values of sessions on these blocks (default: all hosted)."""
+        """A pool of pages for the keys and values of sessions on these blocks (default: all hosted)."""
         shapes = {idx: self.cache_sizes.key_value_shapes[idx] for idx in self._inside(span)}
         return PagePool(shapes, num_pages, dtype or self.dtype, self.device)
 
@@ -348,14 +349,14 @@ class BlockSpan:
             raise ConfigurationError("these blocks attend to encoder_hidden_states, which were not given")
         if cache is None:
             with self.adapted(inputs, span), self._saved_for_backward():
-                return self.run(inputs, span, self._with_prefix(None, inputs, span))
+                return self.run_blocks(inputs, span, self._with_prefix(None, inputs, span))
         with torch.inference_mode(), self.adapted(inputs, span, cache.position):
-            output = self.run(inputs, span, self._with_prefix(cache, inputs, span))
+            output = self.run_blocks(inputs, span, self._with_prefix(cache, inputs, span))
             cache.advance(inputs.seq_len)
             return output
 
     def adapted(self, inputs: BlockInputs, span: Span, past: int | None = None) -> AbstractContextManager[None]:
-        """Within, the blocks compute with the adapter of `inputs`, if it has one, on positions from `past` on."""
+        """Within: the blocks compute with the adapter of `inputs`, if it has one, on positions from `past` on."""
         if inputs.adapter is None:
             return nullcontext()
         beside = inputs.dropout_seeds, inputs.adapter_numbers
@@ -367,7 +368,7 @@ class BlockSpan:
         return self.offloaded.saved_for_backward()
 
     def _with_prefix(self, cache: SpanCache | None, inputs: BlockInputs, span: Span) -> SpanCache | None:
-        """The cache, or a new one for this call alone, with the adapter's prefix before a text that begins."""
+        """The cache, or a new one for this call alone. A text that begins gets the adapter's prefix first."""
         if inputs.adapter is None or not inputs.num_prefix or (cache is not None and cache.length):
             return cache
         prefix = inputs.adapter.prefix(span)
@@ -378,7 +379,7 @@ class BlockSpan:
         cache.begin_with(of_blocks, inputs.batch_size)
         return cache
 
-    def run(
+    def run_blocks(
         self,
         inputs: BlockInputs,
         span: Span,
@@ -386,7 +387,7 @@ class BlockSpan:
         observer: Observer | None = None,
         recorder: Recorder | None = None,
     ) -> Tensor:
-        """`forward` without its checks; the probes call it before the traits are known."""
+        """Run `forward` without its checks; the probes call it before the traits are known."""
         # contiguous, as the previous block would have made them: some models use view()
         hidden = inputs.hidden_states.contiguous()
         if inputs.inner is None:
@@ -400,12 +401,12 @@ class BlockSpan:
         return output
 
     def preamble(self, inputs: BlockInputs) -> Tensor:
-        """What the model's own forward would feed the first hosted block (of the given embeddings)."""
+        """The hidden states that the model's own forward passes to the first hosted block, for the given embeddings."""
         self.slots.begin_preamble()
         return self._call_stack(inputs, None)
 
     def first_block(self, inputs: BlockInputs) -> Any:
-        """All that the first hosted block returns: a tensor, or a tuple that begins with one."""
+        """The whole result of the first hosted block: a tensor, or a tuple that begins with one."""
         self.slots.begin_first_block(inputs.hidden_states)
         self._call_stack(inputs, None)
         result, self.slots.result = self.slots.result, None

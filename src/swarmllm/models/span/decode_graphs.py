@@ -1,9 +1,9 @@
 """Decode steps as CUDA graphs: all kernels of a step launched at once, with no Python between them.
 
 A step of a fixed number of positions is recorded at load for each of SIZES, by the model's own code (or by
-`fused_step`), on tensors that stay where they are; what isn't used of a size goes to a page that is nobody's. What a
-step computes depends on these tensors alone: code that reads them on the host can't be recorded, and what comes out
-otherwise than without a graph is not used. Used by `packing`.
+`fused_step`), on tensors that stay at their addresses. Unused positions of a size are written to a page that belongs to
+nobody. A step's result depends on these tensors alone: code that reads them on the host can't be recorded, and a graph
+whose result differs from the step's is not used. Used by `packing`.
 """
 
 import logging
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
+from swarmllm.errors import CacheFullError
 from swarmllm.models.span.page_pool import PagePool, PageTable, Placed
 
 logger = logging.getLogger(__name__)
@@ -25,22 +26,23 @@ SIZES = (1, 2, 4, 8, 16, 32, 64)
 WARM_UPS = 2
 """Runs before a recording: kernels are compiled and chosen in the first."""
 START = 5
-"""Where the positions begin that a recording is compared on."""
+"""The first position of the trial step."""
 
 DecodeStep = Callable[[Tensor, Placed, Tensor], Tensor]
-"""From hidden states `[1, total, hidden]`, where they are placed, and position ids `[1, total]`, to hidden states."""
+"""A function of hidden states `[1, total, hidden]`, their places, and position ids `[1, total]`; returns hidden
+states."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Recorded:
-    """One size: its graph, and the tensor that it writes."""
+    """The graph of one size, and its output tensor."""
 
     graph: Any
     output: Tensor
 
 
 class StaticInputs:
-    """What a step reads, in tensors that stay where they are, with room for the largest size."""
+    """The inputs of a step, in tensors that stay at their addresses, with room for the largest size."""
 
     def __init__(self, hidden_size: int, dtype: torch.dtype, device: torch.device, size: int = SIZES[-1]) -> None:
         self.hidden = torch.zeros(1, size, hidden_size, dtype=dtype, device=device)
@@ -60,9 +62,10 @@ class StaticInputs:
         pairs: Sequence[tuple[int, int]],
         position_ids: Tensor | None = None,
     ) -> None:
-        """Take in hidden states `[…, hidden]` of several calls, and the (row, position) of each; the rest is nobody's.
+        """Copy hidden states `[…, hidden]` of several calls, and the (row, position) of each; the rest belongs to
+        nobody.
 
-        `position_ids` `[1, number of pairs]`, if they are others than the positions.
+        `position_ids` `[1, number of pairs]` are given if they differ from the positions.
         """
         rows, positions = zip(*pairs, strict=True)
         unused = (0,) * (size - len(pairs))
@@ -85,29 +88,29 @@ class DecodeGraphs:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Those that can be run."""
+        """The sizes that can be run."""
         return tuple(sorted(self._recorded))
 
     def size_for(self, num_positions: int) -> int | None:
-        """The smallest size with room for so many; None: there is none."""
+        """The smallest size with room for so many positions; None: there is none."""
         return next((size for size in self.sizes if size >= num_positions), None)
 
-    def run(
+    def replay(
         self, size: int, hidden: Sequence[Tensor], pairs: Sequence[tuple[int, int]], position_ids: Tensor | None = None
     ) -> Tensor:
-        """A step of `size` on these: `[number of pairs, hidden]`, a tensor of its own."""
+        """Run a step of `size` on these; returns `[number of pairs, hidden]`, a tensor of its own."""
         self.inputs.fill(size, hidden, pairs, position_ids)
         recorded = self._recorded[size]
         recorded.graph.replay()
         return recorded.output[0, : len(pairs)].clone()
 
     def record(self, sizes: Sequence[int] = SIZES) -> None:
-        """Record these sizes, the largest first; those that fail are left out, with a line in the log."""
+        """Record these sizes, the largest first. After one fails, smaller ones are left out, with a line in the log."""
         started = time.perf_counter()
         for size in sorted(sizes, reverse=True):
             try:
                 self._record(size)
-            except RuntimeError as error:
+            except (RuntimeError, CacheFullError) as error:
                 logger.warning(
                     "decode steps of %d and fewer positions aren't recorded: %s", size, str(error).split("\n")[0]
                 )
@@ -127,7 +130,7 @@ class DecodeGraphs:
         del table
 
     def capture(self, arguments: tuple[Tensor, Placed, Tensor]) -> tuple[Any, Tensor]:
-        """A graph of the step on these arguments, and what it writes its result to."""
+        """A graph of the step on these arguments, and its output tensor."""
         side = torch.cuda.Stream(self.pool.device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(self.pool.device))
         with torch.cuda.stream(side):
@@ -140,7 +143,7 @@ class DecodeGraphs:
         return graph, output
 
     def _fill_for_trial(self, size: int) -> PageTable:
-        """Inputs that look like a step: neighbouring positions of a session that exists as long as its table."""
+        """Fill in a trial step: neighbouring positions of a session that exists as long as the returned table."""
         table = PageTable(self.pool)
         table.prepare(1, START + size)
         random = torch.Generator().manual_seed(size)
@@ -163,6 +166,6 @@ def trace(step: DecodeStep, inputs: StaticInputs, size: int) -> None:
 
 
 def is_close(got: Tensor, expected: Tensor) -> bool:
-    """Equal but for the order of sums."""
+    """True if both are equal but for the order of sums."""
     error, size = (got.float() - expected.float()).square().mean(), expected.float().square().mean()
     return bool(error <= (4 * torch.finfo(expected.dtype).eps) ** 2 * size)

@@ -1,12 +1,13 @@
-"""Triton kernels of `fused_step`: what a block of Llama's kind does between its products, and products of one position.
+"""Triton kernels of `fused_step`: everything between the products of a block of Llama's kind, and products of one
+input.
 
     _normalize   RMS norm
-    _rotate      rotation of queries and keys, after their own norm where they have one; keys and values go to pages
+    _rotate      rotation of queries and keys, after their own norm if they have one; writes keys and values to pages
     _gate        silu(gate) * up
     _multiply    a product of one position, with the norm before it, and the gate or the residual after it
 
-They round where transformers' own code rounds, so results differ by the order of sums alone. Imported where there is
-CUDA only.
+They round where transformers' own code rounds, so results differ only by the order of sums. Imported only where there
+is CUDA.
 """
 
 import torch
@@ -16,8 +17,8 @@ from torch import Tensor
 
 GATE_COLUMNS = 1024
 MULTIPLY_TILE = (4, 1024, 4)
-"""Rows and columns of the weight that a program reads at a time, and warps: the best of seven for 4096 x 4096 to
-11008 on an H200."""
+"""Rows and columns of the weight that a program reads at a time, and warps: the best of seven for 4096 x 4096 to 11008
+on an H200."""
 
 
 @triton.jit
@@ -32,7 +33,7 @@ def _normalize(X, G, Y, eps, K: tl.constexpr, KP: tl.constexpr):
 
 @triton.jit
 def _rotated(X, G, COS, SIN, eps, d, other, real, turned, sign, D: tl.constexpr, NORM: tl.constexpr):
-    """One head, its own norm first where NORM says so."""
+    """One head, after its own norm if NORM."""
     x = tl.load(X + d, mask=real, other=0.0)
     y = tl.load(X + other, mask=real, other=0.0)
     if NORM:

@@ -1,12 +1,12 @@
 """A decode step of blocks of Llama's kind in few kernels: 7 a block for one position, 10 for several.
 
-`find_fused` looks whether blocks are built that way: RMS norms before attention and before an MLP with silu(gate) * up,
-queries and keys rotated, perhaps normalized by head. Whether they compute that, too, a comparison with the model's own
-code decides. Around the blocks, the model's own code runs: positions, rotations and masks are its. Queries, keys and
-values are one product then, and gate and up another; the modules keep views of the joined weights.
+`find_fused` checks that blocks are built that way: RMS norms before attention and before an MLP with silu(gate) * up,
+queries and keys rotated, perhaps normalized by head. A comparison with the model's own code decides if they also
+compute that. Around the blocks, the model's own code runs: it makes positions, rotations and masks. Then queries, keys
+and values become one product, and gate and up another; the modules keep views of the joined weights.
 
-A weight that isn't a plain tensor is multiplied by its own module, everything else stays the same. Used by
-`decode_graphs`' maker; needs triton.
+A weight that isn't a plain tensor is multiplied by its own module; everything else stays the same. Used by `packing`;
+needs Triton.
 """
 
 import logging
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from swarmllm.data_structures import Span
+from swarmllm.models.block_slots import Recorder
 from swarmllm.models.span import fused_kernels
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.packed_caches import PackingUnsupportedError
@@ -34,14 +35,14 @@ ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 HEAD_NORMS = {"q_norm", "k_norm"}
 MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 CLOSE = 1e-4
-"""Largest difference in float32, relative to what the block adds. Assumed: right code is near 1e-6."""
+"""Largest difference in float32, relative to the block's own contribution. Assumed: right code is near 1e-6."""
 TRIAL = 3
 """Positions of the comparison."""
 
 
 @dataclass(eq=False)
 class Product:
-    """Matrices with the same inputs; joined once `join` has been called."""
+    """Matrices with the same inputs; one matrix after `join`."""
 
     modules: tuple[nn.Linear, ...]
     weight: Tensor | None = None
@@ -53,7 +54,7 @@ class Product:
 
     def join(self) -> None:
         """Join the weights, if they are plain tensors; the modules keep views."""
-        if not all(type(module.weight) is nn.Parameter for module in self.modules):
+        if not all(type(one.weight) is nn.Parameter and one.weight.is_contiguous() for one in self.modules):
             return
         biases: list[Tensor | None] = [one.bias for one in self.modules]
         given = [one for one in biases if one is not None]
@@ -89,7 +90,7 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
 
 @dataclass(eq=False)
 class FusedBlock:
-    """Stands in for one block in a step on pages."""
+    """One block in a step on pages."""
 
     block: Any
     block_idx: int
@@ -107,7 +108,7 @@ class FusedBlock:
 
     @torch.inference_mode(False)
     def join(self) -> None:
-        """Join weights with the same inputs. Outside of inference mode: training's forwards read them, too."""
+        """Join weights with the same inputs. Outside of inference mode, because training's forwards read them, too."""
         for product in (self.qkv, self.output, self.gate_up, self.down):
             product.join()
 
@@ -156,6 +157,8 @@ class FusedBlock:
 
 
 def _norm(module: Any) -> tuple[Tensor, float]:
+    if not hasattr(module, "variance_epsilon"):
+        raise PackingUnsupportedError(f"a block has other norms: {type(module).__name__}")
     return module.weight, float(module.variance_epsilon)
 
 
@@ -170,7 +173,7 @@ class FusedStep:
         return self.paged.step(hidden.clone(), placed, position_ids, recorder=self.run_block)
 
     def run_block(self, block_idx: int, call: Callable[[], Any]) -> Any:
-        """What a call of that block's module returns."""
+        """Run the block; returns what its module would return."""
         assert isinstance(call, partial)
         output = run_fused(self.fused[block_idx], call, self.paged.cache)
         arity = self.paged.blocks.slots.block_output
@@ -178,7 +181,7 @@ class FusedStep:
 
 
 def run_fused(fused: FusedBlock, call: "partial[Any]", batch: PagedBatch) -> Tensor:
-    """One block on the arguments that its module would have been called with.
+    """Run one block on the arguments that its module would get.
 
     Raises:
         PackingUnsupportedError: these aren't those of a block of this kind.
@@ -196,12 +199,12 @@ def run_fused(fused: FusedBlock, call: "partial[Any]", batch: PagedBatch) -> Ten
 
 
 def find_fused(paged: PagedAttention) -> FusedStep | None:
-    """A step of these blocks in few kernels; None: they are of another kind."""
+    """A step of these blocks in few kernels; None if they are of another kind."""
     blocks = paged.blocks
     try:
         fused = {idx: _fused(blocks, idx) for idx in blocks.span}
         for block_idx in {kind_of(blocks, idx): idx for idx in blocks.span}.values():
-            _compare(paged, fused[block_idx])
+            _compare(paged, block_idx)
     except PackingUnsupportedError as error:
         logger.info("decode steps are run by the model's own kernels: %s", error)
         return None
@@ -231,29 +234,45 @@ def _fused(blocks: BlockSpan, block_idx: int) -> FusedBlock:
 
 
 @torch.inference_mode()
-def _compare(paged: PagedAttention, fused: FusedBlock) -> None:
-    """Raises PackingUnsupportedError: the block computes something else."""
-    blocks, idx = paged.blocks, fused.block_idx
-    part = Span(idx, idx + 1)
-    random = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, TRIAL, fused.block.input_layernorm.weight.shape[0], generator=random)
-    hidden = hidden.to(blocks.device)
+def _compare(paged: PagedAttention, block_idx: int) -> None:
+    """Compare a block with the model's own code in float32: with several positions and with one, joined and not.
+
+    Raises:
+        PackingUnsupportedError: it computes something else.
+    """
+    blocks, part = paged.blocks, Span(block_idx, block_idx + 1)
     usual = blocks.pool
     blocks.pool = blocks.new_pool(4, part, torch.float32)
     table = PageTable(blocks.pool)
-    table.prepare(1, 2 * TRIAL)
-    pairs = [(table.rows[0], position) for position in range(2 * TRIAL)]
+    table.prepare(1, 2 * TRIAL + 1)
     try:
         with in_float32(blocks, part):
-            outputs = []
-            for recorder in (None, lambda _, call: run_fused(fused, call, paged.cache)):
-                for start in (0, TRIAL):
-                    placed = Placed.of(pairs[start : start + TRIAL], blocks.device)
-                    output = paged.step(hidden * (1 + start), placed, placed.positions[None], part, recorder)
-                    outputs.append(output - hidden * (1 + start))
+            expected = _trial(paged, part, table, None)
+            fused = _fused(blocks, block_idx)
+            step = FusedStep(paged, {block_idx: fused})
+            for join in (False, True):
+                if join:
+                    fused.join()
+                for got, want in zip(_trial(paged, part, table, step.run_block), expected, strict=True):
+                    error = rms(got - want)
+                    if not error <= CLOSE * rms(want):
+                        raise PackingUnsupportedError(
+                            f"block {block_idx} computes something else: {error / rms(want):.1e}"
+                        )
     finally:
         blocks.pool = usual
-    for expected, got in zip(outputs[:2], outputs[2:], strict=True):
-        error = rms(got - expected)
-        if not error <= CLOSE * rms(expected):
-            raise PackingUnsupportedError(f"block {idx} computes something else: {error / rms(expected):.1e}")
+
+
+def _trial(paged: PagedAttention, part: Span, table: PageTable, recorder: Recorder | None) -> list[Tensor]:
+    """The block's own contribution to random hidden states, in two steps of several positions and one of one."""
+    device = paged.blocks.device
+    block: Any = paged.blocks.slots.block(part.start)
+    random = torch.Generator().manual_seed(0)
+    outputs, start = [], 0
+    for number in (TRIAL, TRIAL, 1):
+        hidden = torch.randn(1, number, block.input_layernorm.weight.shape[0], generator=random).to(device)
+        pairs = [(table.rows[0], position) for position in range(start, start + number)]
+        placed = Placed.of(pairs, device)
+        outputs.append(paged.step(hidden.clone(), placed, placed.positions[None], part, recorder) - hidden)
+        start += number
+    return outputs

@@ -1,8 +1,8 @@
-"""What modules keep of a call for the next one, and how it is put back.
+"""State that modules keep after a call, and how it is put back before the next one.
 
-A server's one rotary module serves all sessions. With dynamic NTK it keeps the frequencies of the longest call so far,
-which another session's call must not find. `probes` compares all attributes before and after it has tried the blocks;
-those that changed are put back before each call (`BlockSpan`), so that a call depends on its own inputs alone.
+A server has one rotary module for all sessions. With dynamic NTK it keeps the frequencies of the longest call so far,
+and another session's call must not find them. `probes` compares all attributes before and after it has tried the
+blocks. `BlockSpan` puts the changed ones back before each call, so that a call depends on its own inputs alone.
 """
 
 from collections.abc import Container, Iterable, Iterator
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 MAX_COPIED_BYTES = 1 << 20
-"""Larger tensors are noted without their content: frequencies and counters are small. Assumed."""
+"""The content of larger tensors is not copied: frequencies and counters are small. Assumed."""
 _ABSENT = object()
 _OF_TORCH = frozenset(vars(nn.Module()))
 _KINDS = (bool, int, float, str, tuple, Tensor, type(None))
@@ -21,14 +21,14 @@ _KINDS = (bool, int, float, str, tuple, Tensor, type(None))
 
 @dataclass(slots=True)
 class _Attribute:
-    """One attribute or buffer, as it was."""
+    """One attribute or buffer, with its value at some time."""
 
     module: nn.Module
     name: str
     value: Any
     content: Tensor | None = None
     version: int = 0
-    """How often a tensor has been written to."""
+    """The number of writes to a tensor."""
 
     @classmethod
     def of(cls, module: nn.Module, name: str) -> Self:
@@ -49,7 +49,7 @@ class _Attribute:
         return now.content.shape != self.content.shape or not torch.equal(now.content.to(self.content), self.content)
 
     def put_back(self) -> None:
-        """Give the module what it had; a tensor keeps its address."""
+        """Give the module its earlier value; a tensor keeps its address."""
         if self.content is not None and _version(self.value) != self.version:
             self.value.copy_(self.content)
             self.version = _version(self.value)
@@ -61,7 +61,7 @@ class _Attribute:
 
 
 class KeptState:
-    """Attributes of a model's modules, by name, as they are when this is made."""
+    """Attributes of a model's modules by name, with their values when this object is made."""
 
     def __init__(self, root: nn.Module, names: Iterable[str]) -> None:
         self._attributes = {name: _Attribute.of(*_place(root, name)) for name in names}
@@ -69,7 +69,7 @@ class KeptState:
 
     @classmethod
     def everything(cls, root: nn.Module, without: Iterable[Tensor] = ()) -> "KeptState":
-        """All that a call might change, but for these buffers, which somebody else looks after."""
+        """All state that a call might change, `without` these buffers, which another object manages."""
         left_out = {id(tensor) for tensor in without}
         found = cls(root, sorted(_names(root, left_out)))
         found._left_out = left_out
@@ -80,7 +80,7 @@ class KeptState:
         return tuple(self._attributes)
 
     def changed(self, root: nn.Module) -> "KeptState":
-        """Those that aren't any more what they were, as they were; new ones had been absent."""
+        """The attributes that have changed, with their earlier values; new ones had been absent."""
         found = KeptState(root, ())
         found._attributes = {name: one for name, one in self._attributes.items() if one.has_changed()}
         for name in sorted(_names(root, self._left_out) - self._attributes.keys()):
@@ -89,12 +89,12 @@ class KeptState:
         return found
 
     def add(self, others: "KeptState") -> None:
-        """Put those back as well, for the first time now."""
+        """Put these attributes back as well, now and later."""
         self._attributes |= others._attributes
         self.put_back()
 
     def put_back(self) -> None:
-        """Have the modules as they were."""
+        """Give the modules their earlier values."""
         for one in self._attributes.values():
             one.put_back()
 
@@ -110,7 +110,7 @@ def _names(root: nn.Module, left_out: Container[int]) -> set[str]:
 
 
 def _state(module: nn.Module, left_out: Container[int]) -> Iterator[str]:
-    """Names of what an architecture's own module may keep: numbers, texts, tensors, but no weights."""
+    """Names of the state that an architecture's own module may keep: numbers, texts, tensors, but no weights."""
     if type(module).__module__.startswith("swarmllm."):
         return
     yield from (name for name, buffer in module._buffers.items() if id(buffer) not in left_out)

@@ -1,4 +1,4 @@
-"""Blocks of a checkpoint: read, with no other large tensor. Called by the server, in its device thread."""
+"""Loading of blocks from a checkpoint, and of no other large tensor. The server calls it in its device thread."""
 
 import logging
 import tempfile
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def stage(doing: str) -> Iterator[None]:
-    """Log a line when it begins, for whoever waits, and one when it has ended, with its time."""
+    """Log a line when a stage of the start begins, and one with its time when it has ended."""
     logger.info("%s …", doing)
     began_at = time.monotonic()
     yield
@@ -49,7 +49,7 @@ def stage(doing: str) -> Iterator[None]:
 
 
 def span_tensor_names(checkpoint: Checkpoint, span: Span) -> list[str]:
-    """The checkpoint's tensors that `load_block_span` reads."""
+    """The names of the checkpoint's tensors that `load_block_span` reads."""
     unused = unused_before_blocks(checkpoint.config, stack_of(checkpoint.config, span))
     cls = pruned(blocks_class(checkpoint.config), prune_to_span(span, unused))
     return needed_tensors(on_meta(cls, checkpoint.config), checkpoint.weight_map())
@@ -96,13 +96,13 @@ def load_block_span(
             else:
                 model = read(span, unused, digests, progress=progress)
             blocks = BlockSpan(model, span, digests.of(span), offloaded, group)
-        return _probed(blocks, known)  # outside: each part of a weight that products decode would get pages of its own
+        return _probed(blocks, known)  # not within separate_weights: products decode in pieces
 
     unused = unused_before_blocks(checkpoint.config, stack_of(checkpoint.config, span))
     try:
         return load(unused)
     except UnsupportedModelError:
-        if unused:  # perhaps one of those parts is called between the blocks
+        if unused:  # perhaps the model calls one of these modules between blocks
             return load(())
         raise
 
@@ -131,9 +131,9 @@ def _reader(
 
 
 def _probed(blocks: BlockSpan, known: ProbeResults | None) -> BlockSpan:
-    """The blocks with what probes find, or have found before."""
+    """The blocks with the results of probes, new or from an earlier start."""
     if known is None or not known.restore(blocks):
-        with stage(f"looking at what blocks {blocks.span} need and can do"):
+        with stage(f"probing blocks {blocks.span}"):
             probe(blocks)
         return_free_memory()
         if known is not None:
@@ -170,7 +170,7 @@ def _shared(part: PreTrainedModel, group: Group) -> PreTrainedModel:
 def _joined(
     parts: Iterable[PreTrainedModel], span: Span, take: Callable[[int, nn.Module], None] = lambda *_: None
 ) -> PreTrainedModel:
-    """One model of models with a block each, which `take` sees as they come."""
+    """One model made of models with one block each; `take` is called with each block."""
     whole: PreTrainedModel | None = None
     for block_idx, part in zip(span, parts, strict=True):
         slots = find_blocks(part).blocks

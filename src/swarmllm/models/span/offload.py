@@ -1,11 +1,11 @@
-"""Blocks whose weights lie outside the memory that computes, and are there only while they are needed.
+"""Blocks that are in the memory of the device only while they compute.
 
-Pinned host memory holds those of a GPU, a file those of a processor. Each block is one flat buffer there, and comes
-into one of a few slots of the device as a whole: the next one while one computes (peer memory pooling, EnergonAI,
-section 4.4). A block that has left its slot is NaN, so that whoever reads it nevertheless is noticed.
+A GPU's blocks lie in pinned host memory, a processor's in a file. Each block is one flat buffer there, and comes as a
+whole into one of a few slots of the device: the next block while one computes (peer memory pooling, EnergonAI, section
+4.4). A block that has left its slot is NaN, so that a mistaken read is noticed.
 
-Autograd would keep views of slots for the backward, which by then hold another block: what it keeps is the name of the
-block and the place in it instead, and the backward fetches it again. Made by `loading`, used by `BlockSpan`.
+Autograd would keep views of slots for the backward, but by then a slot holds another block. Instead it keeps the
+block's number and a place in it, and the backward fetches the block again. `loading` makes it, `BlockSpan` uses it.
 """
 
 import errno
@@ -30,14 +30,14 @@ from swarmllm.errors import ConfigurationError, ServerOverloadedError
 logger = logging.getLogger(__name__)
 
 SLOTS = 2
-"""Most blocks of these on the device at a time: one that computes, and one that is on its way."""
+"""Most offloaded blocks on the device at a time: one that computes, and one on its way."""
 ALIGNMENT = 64
-"""Tensors begin in a slot where they began in memory, but for multiples of this. Seen in 8 of 130 architectures: a
-product on a processor is added up in another order, and rounded otherwise, where its weight begins elsewhere."""
+"""A tensor's address in a slot and in memory differ by a multiple of this. Seen in 8 of 130 architectures: with its
+weight at another offset, a processor adds up a product in another order, and rounds it differently."""
 
 
 def num_slots(num_offloaded: int) -> int:
-    """As many as `SLOTS`, but fewer than blocks: else nothing would be won."""
+    """`SLOTS`, but fewer than there are blocks: otherwise offloading would save nothing."""
     return min(SLOTS, max(num_offloaded - 1, 0))
 
 
@@ -48,7 +48,7 @@ def spread(span: Span, num_offloaded: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where one tensor lies in the flat buffer of its block."""
+    """The place of one tensor in the flat buffer of its block."""
 
     start: int
     dtype: torch.dtype
@@ -63,9 +63,9 @@ class _Place:
 @dataclass(frozen=True, eq=False)
 class _Block:
     tensors: list[Tensor]
-    """Its parameters and buffers, whose data are exchanged."""
+    """The parameters and buffers of the block, whose data are exchanged."""
     absent: list[Tensor]
-    """What they hold while the block is elsewhere."""
+    """Their data while the block is elsewhere."""
     places: list[_Place]
     num_bytes: int
 
@@ -77,21 +77,22 @@ class _Slot:
     flat: Tensor
     block_idx: int | None = None
     arrived: Callable[[], object] = lambda: None
-    """Waits until the block is there; raises what went wrong on its way."""
+    """Waits until the block is there; raises the error of its copy."""
 
 
 class _Home(Protocol):
-    """Where blocks lie."""
+    """A store of blocks."""
 
     def keep(self, block_idx: int, flat: Tensor) -> None:
         """Take in a block."""
 
     def fetch(self, block_idx: int, slot: Tensor) -> Callable[[], object]:
-        """Begin to copy a block to `slot`, once what computes with the slot has ended; returns what waits for it."""
+        """Begin to copy a block to `slot`, after the computing with the slot has ended; returns a function that waits
+        for it."""
 
 
 class _File:
-    """On disk, for processors: a file without a name, which is gone as soon as the process is."""
+    """A store on disk, for processors: a file without a name, which is gone as soon as the process is."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -121,7 +122,7 @@ class _File:
     def fetch(self, block_idx: int, slot: Tensor) -> Callable[[], object]:
         reader = ThreadPoolExecutor(1, thread_name_prefix="swarmllm-offload")
         reading = reader.submit(self._read, self._starts[block_idx], slot.numpy().data)
-        reader.shutdown(wait=False)  # its thread ends with the copy: none is left for longer than blocks are
+        reader.shutdown(wait=False)  # its thread ends with the copy, and so before the blocks
         return reading.result
 
     def _read(self, start: int, left: memoryview) -> None:
@@ -131,7 +132,7 @@ class _File:
                 if not count:
                     raise OSError(errno.EIO, "the file ends too early")
                 start, left = start + count, left[count:]
-        except OSError as error:  # nothing that whoever asked for these blocks could mend, but the server's owner
+        except OSError as error:  # only the owner of the server can mend it
             logger.error("can't read offloaded blocks from %s: %s", self._directory, error.strerror)
             raise ServerOverloadedError(
                 f"this server can't read the blocks that it has offloaded ({error.strerror}): use another one"
@@ -139,7 +140,7 @@ class _File:
 
 
 class _PinnedMemory:
-    """In host memory, for a GPU, which copies beside computing."""
+    """A store in host memory, for a GPU, which copies during computing."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._flats = device, dict[int, Tensor]()
@@ -160,7 +161,7 @@ class OffloadedBlocks:
     """Some blocks of a span. `take` gets them one after the other while they are loaded; used by the device thread."""
 
     def __init__(self, device: torch.device, directory: Path) -> None:
-        """`directory` is for the file, if there is to be one.
+        """`directory` is for the file of a processor.
 
         Raises:
             ConfigurationError: there can't be a file, or blocks can't be offloaded from such a device.
@@ -171,22 +172,22 @@ class OffloadedBlocks:
         self._home: _Home = _PinnedMemory(device) if device.type == "cuda" else _File(directory)
         self._blocks: dict[int, _Block] = {}
         self._slots: list[_Slot] = []
-        """The one that was used last at the end."""
+        """The slots; the one that was used last is at the end."""
 
     def __len__(self) -> int:
         return len(self._blocks)
 
     def slots(self) -> dict[int, int]:
-        """The device's memory for all of them: where each piece begins, and its bytes."""
+        """The device's memory for all of them: the address of each slot, and its bytes."""
         return {slot.flat.data_ptr(): slot.flat.nbytes for slot in self._slots}
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Parameters and buffers of all blocks; their data come and go."""
+        """Parameters and buffers of all blocks; their data are exchanged."""
         return [tensor for block in self._blocks.values() for tensor in block.tensors]
 
     def take(self, block_idx: int, block: nn.Module) -> None:
-        """Move a block's weights out of memory; from now on they come when it is called.
+        """Move a block's weights out of memory; from now on they are fetched when it is called.
 
         Raises:
             ConfigurationError: there is no room for them.
@@ -210,7 +211,7 @@ class OffloadedBlocks:
         block.register_forward_pre_hook(partial(self._enter, block_idx))
 
     def _enter(self, block_idx: int, *_: Any) -> None:
-        """The block computes now, and the one after it is likely to be next."""
+        """Prepare a block that computes now, and begin to fetch the one after it, which is likely to be next."""
         slot = self._here(block_idx)
         block = self._blocks[block_idx]
         _point(block.tensors, [place.view(slot.flat) for place in block.places])
@@ -218,7 +219,7 @@ class OffloadedBlocks:
 
     @contextmanager
     def saved_for_backward(self) -> Iterator[None]:
-        """Within, autograd keeps what of these blocks it needs by name."""
+        """Within: autograd keeps tensors of these blocks by block number and place."""
         with torch.autograd.graph.saved_tensors_hooks(self._name, self._named):
             yield
 
@@ -228,7 +229,7 @@ class OffloadedBlocks:
             if slot.flat.data_ptr() == storage and slot.block_idx is not None:
                 start = int(tensor.storage_offset()) * tensor.dtype.itemsize
                 return slot.block_idx, _Place(start, tensor.dtype, tensor.shape, tensor.stride())
-        return tensor.detach()  # itself would keep its graph alive, which keeps it
+        return tensor.detach()  # the tensor would keep its graph alive, and the graph the tensor
 
     def _named(self, saved: Tensor | tuple[int, _Place]) -> Tensor:
         if isinstance(saved, Tensor):
@@ -239,7 +240,7 @@ class OffloadedBlocks:
         return place.view(slot.flat)
 
     def _here(self, block_idx: int) -> _Slot:
-        """The slot in which the block is, or comes now."""
+        """The slot that holds the block, after waiting for it."""
         slot = self._fetched(block_idx)
         self._slots.remove(slot)
         self._slots.append(slot)
@@ -251,7 +252,7 @@ class OffloadedBlocks:
         return slot
 
     def _expect(self, block_idx: int) -> None:
-        """Begin to fetch a block, if there is a slot for it beside the one in use."""
+        """Begin to fetch a block, if there is a slot for it besides the one in use."""
         if len(self._slots) > 1:
             self._fetched(block_idx)
 
@@ -271,13 +272,13 @@ class OffloadedBlocks:
         return slot
 
     def _leave(self, slot: _Slot) -> None:
-        """The block in this slot is elsewhere from now on."""
+        """Take the block out of this slot."""
         if slot.block_idx is None:
             return
         before = self._blocks[slot.block_idx]
         _point(before.tensors, before.absent)
         slot.block_idx = None
-        with suppress(Exception):  # what nobody waits for fails nobody
+        with suppress(Exception):  # no call waits for this copy
             slot.arrived()  # two copies to one place would mix
 
     def _neighbour(self, block_idx: int, step: int) -> int:

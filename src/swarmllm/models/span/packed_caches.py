@@ -57,17 +57,17 @@ class Segment:
 
 
 class RaggedCache(PhantomCache):
-    """What the model takes for its cache while it runs a packed row; the sessions' own caches are behind it."""
+    """The model's cache while it runs a packed row; it stands for the caches of the sessions."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
         self.segments: Sequence[Segment] = ()
         self.keys: Tensor | None = None
-        """What the model was given last for keys, all of one block."""
+        """The keys that the model was given last, all of one block."""
         self.stored: list[tuple[Tensor, Tensor]] = []
-        """What they stand for: all keys and values of that block, for each segment."""
+        """The keys and values that these stand for: all of that block, for each segment."""
         self.is_source = False
-        """Whether they are those of an encoder's outputs."""
+        """True if they are those of an encoder's outputs."""
 
     def begin(self, segments: Sequence[Segment]) -> None:
         """Stand for the caches of these segments from now on (none: for nothing, so that they can be freed)."""
@@ -80,20 +80,20 @@ class RaggedCache(PhantomCache):
 
     @property
     def past(self) -> int:
-        """Positions before the row, as a model is told that computes a bias of distances: the most of any session."""
+        """Positions before the row: the most of any session, for models that compute a bias of distances."""
         return max(segment.past for segment in self.segments) if self.cross is not None else 0
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:
-        """Answers the model, which asks before its blocks for positions that it has been given; no block may ask.
+        """Answer the model, which asks before its blocks; it has been given positions. No block may ask.
 
-        But those of a decoder with an encoder may, as distances between positions are the same whatever the answer.
+        Blocks of a decoder with an encoder may: distances between positions are the same for any answer.
         """
         if layer_idx is not None and self.cross is None:
             raise PackingUnsupportedError("a block asks how long its cache is, which has as many answers as sessions")
         return self.past
 
     def source_of(self, _: object) -> dict[str, Tensor]:
-        """Stands for what the blocks attend to besides the text: `[1, longest source, hidden]`."""
+        """A stand-in for the encoder's outputs: `[1, longest outputs, hidden]`."""
         outputs = [segment.cache.source["encoder_hidden_states"] for segment in self.segments]
         length = max(tensor.shape[1] for tensor in outputs)
         return {"encoder_hidden_states": outputs[0].new_zeros(1, 1, 1).expand(1, length, outputs[0].shape[2])}
@@ -118,7 +118,7 @@ class RaggedCache(PhantomCache):
         return self.keys, value_states
 
     def source_part(self, name: str, layer_idx: int) -> Tensor | None:
-        """What stands for all sources in that block; `_attend` finds their keys and values in `stored`."""
+        """A stand-in for the encoder's keys in that block; `_attend` finds all keys and values in `stored`."""
         if name == "keys":
             layers: list[Any] = [seg.cache.cross.layers[layer_idx] for seg in self.segments if seg.cache.cross]
             self.stored, self.is_source = [(layer.keys, layer.values) for layer in layers], True
@@ -189,7 +189,7 @@ _running = _Running()
 
 
 class _Rule:
-    """Takes the place of a mask: how the model makes it."""
+    """A stand-in for a mask: the model's arguments to make one."""
 
     def __init__(self, pack: RaggedAttention, arguments: dict[str, Any]) -> None:
         self._make: Callable[..., Tensor | None] = ALL_MASK_ATTENTION_FUNCTIONS[pack.usual]
@@ -208,13 +208,13 @@ class _Rule:
 
 
 def _of_text(segment: Segment, num_keys: int) -> dict[str, Any]:
-    """What is special about a mask for the session's own text; the same for all of its rows."""
+    """Arguments of a mask for the session's own text; the same for all of its rows."""
     offsets = {"q_offset": segment.past, "kv_offset": segment.end_position - num_keys}
     return {**offsets, "batch_size": 1, "attention_mask": None}
 
 
 def _of_source(segment: Segment) -> dict[str, Any]:
-    """What is special about a mask for an encoder's outputs, some of which may be padding."""
+    """Arguments of a mask for an encoder's outputs, some of which may be padding."""
     mask = _mask_of_source(segment)
     return {"batch_size": segment.rows, "attention_mask": None if mask is None else mask.bool()}
 
@@ -261,7 +261,7 @@ def _register() -> None:
 
 
 class PaddedCache(PhantomCache):
-    """What the model takes for its cache; the sessions' own caches are behind it, `rows[i]` rows of the i-th."""
+    """The model's cache for a padded batch; it stands for the sessions' caches, `rows[i]` rows for the i-th."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
@@ -270,7 +270,7 @@ class PaddedCache(PhantomCache):
         self._rows: list[int] = []
         self._length = 0
         self._lent: dict[tuple[str, int, int], Tensor] = {}
-        """States that blocks have been given, and into which some kernels write."""
+        """States lent to blocks; some kernels write into them."""
 
     def begin(self, caches: Sequence[SpanCache], rows: list[int]) -> None:
         """Stand for these caches from now on (none: for nothing, so that they can be freed)."""
@@ -280,7 +280,7 @@ class PaddedCache(PhantomCache):
         self.cross = PhantomSource(self) if caches and caches[0].cross is not None else None
 
     def finish(self) -> None:
-        """Give to the sessions what the step has written into lent states."""
+        """Copy states that the step has written back to the sessions."""
         for (kind, layer_idx, state_idx), state in self._lent.items():
             for cache, part in zip(self._caches, torch.split_with_sizes(state, self._rows), strict=True):
                 getattr(cache.layers[layer_idx], kind)[state_idx].copy_(part)
@@ -290,9 +290,9 @@ class PaddedCache(PhantomCache):
         return self._length
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:
-        """The longest, as for any padded batch; a block that asks for itself would take it for everybody's position.
+        """The longest length, as for any padded batch; a block that asks would take it for the position of all rows.
 
-        But those of a decoder with an encoder ask for distances between positions, which are the same for all.
+        Blocks of a decoder with an encoder ask for distances between positions, which are the same for all.
         """
         if layer_idx is not None and self.cross is None and any(cache.length != self._length for cache in self._caches):
             raise PackingUnsupportedError("a block asks how long its cache is, which has as many answers as sessions")
@@ -308,7 +308,7 @@ class PaddedCache(PhantomCache):
         return mask
 
     def source_of(self, _: object) -> dict[str, Tensor]:
-        """What the blocks attend to besides the text: its mask, and how large it is, as they have keys and values."""
+        """The mask of the encoder's outputs, and a stand-in with their shape: the blocks have their keys and values."""
         outputs = [cache.source["encoder_hidden_states"] for cache in self._caches]
         masks = [
             cache.source.get("encoder_attention_mask", given.new_ones(given.shape[:2])).long()
@@ -319,7 +319,7 @@ class PaddedCache(PhantomCache):
         return {"encoder_hidden_states": hidden, "encoder_attention_mask": mask}
 
     def source_part(self, name: str, layer_idx: int) -> Tensor:
-        """Keys or values of all sessions' sources in that block."""
+        """Keys or values of all sessions' encoder outputs in that block."""
         return _stack([getattr(cache.cross.layers[layer_idx], name) for cache in self._caches if cache.cross], -2)
 
     # ------------------------------------------------------------------ what blocks call

@@ -35,11 +35,11 @@ from swarmllm.models.span.trials import random_inputs
 logger = logging.getLogger(__name__)
 
 MAX_PADDED_TOKENS = 16
-"""New positions of one call that may be padded: for more, reading the weights no longer outweighs copying the caches.
-Assumed."""
+"""New positions of one call that may be padded. Assumed: for more, copying the caches costs more than reading the
+weights."""
 
 OutputOrError = Tensor | Exception
-"""Hidden states, or why there are none."""
+"""Hidden states, or the error of the call."""
 
 
 class Packing(Enum):
@@ -57,7 +57,7 @@ class SessionCall:
 
     inputs: BlockInputs
     span: Span
-    """Some of the hosted blocks; `cache` was made for them."""
+    """Some of the hosted blocks, the same as those of `cache`."""
     cache: SpanCache
 
     @property
@@ -84,10 +84,11 @@ class PackedForward:
         return PagedAttention(self.blocks)
 
     def lacks_source(self, call: SessionCall) -> bool:
-        """Whether it is the first call of its session, which has to compute keys and values of its source, alone."""
+        """True for the first call of a session with an encoder: it computes keys and values of the encoder's outputs,
+        alone."""
         return self.blocks.source_dim > 0 and not call.cache.source
 
-    def run(self, calls: Sequence[SessionCall], way: Packing) -> list[Tensor]:
+    def run_packed(self, calls: Sequence[SessionCall], way: Packing) -> list[Tensor]:
         """The outputs of each call.
 
         Raises:
@@ -108,13 +109,14 @@ class PackedForward:
         axis = self.blocks.traits.batch_axis
         size = self._size_of_graph(calls, len(row.pairs))
         if self.graphs is not None and size is not None:
-            given = [call.inputs.position_ids for call in calls_in_row]
-            position_ids = None if given == [None] * len(given) else _in_one_row(map(_positions, calls_in_row), -2)
+            position_ids = None
+            if any(call.inputs.position_ids is not None for call in calls_in_row):
+                position_ids = _in_one_row(_all_positions(calls_in_row), -2)
             hidden = [call.inputs.hidden_states for call in calls_in_row]
-            output = self.graphs.run(size, hidden, row.pairs, position_ids)
+            output = self.graphs.replay(size, hidden, row.pairs, position_ids)
         else:
             with self.paged.running(pool, row.placed(pool.device)) as cache:
-                output = self.blocks.run(self._one_row(calls_in_row), calls[0].span, cache).squeeze(axis).clone()
+                output = self.blocks.run_blocks(self._one_row(calls_in_row), calls[0].span, cache).squeeze(axis).clone()
         parts, start = {}, 0
         for call in calls_in_row:
             parts[id(call)] = _part(output, axis, start, call)
@@ -122,7 +124,7 @@ class PackedForward:
         return [parts[id(call)] for call in calls]
 
     def _size_of_graph(self, calls: Sequence[SessionCall], num_positions: int) -> int | None:
-        """The recorded step that these calls fit in; None: the model's own code runs them."""
+        """The size of the recorded step that these calls fit in; None: the model's own code runs them."""
         inputs, traits = calls[0].inputs, self.blocks.traits
         if self.graphs is None or calls[0].span != self.blocks.span or inputs.adapter is not None:
             return None
@@ -143,7 +145,7 @@ class PackedForward:
         self._check_positions(calls, start)
         axis = self.blocks.traits.batch_axis
         with self._ragged.running(segments) as cache:
-            output = self.blocks.run(self._one_row(calls), calls[0].span, cache).squeeze(axis)
+            output = self.blocks.run_blocks(self._one_row(calls), calls[0].span, cache).squeeze(axis)
         # Copies: a view would keep the whole row in memory for as long as one session needs its part.
         return [_part(output, axis, segment.start, call).clone() for segment, call in zip(segments, calls, strict=True)]
 
@@ -156,12 +158,13 @@ class PackedForward:
             batch_size=1,
             seq_len=sum(call.inputs.batch_size * call.inputs.seq_len for call in calls),
             attention_mask=None,
-            position_ids=_in_one_row(map(_positions, calls), -2).to(self.blocks.device),
+            position_ids=_in_one_row(_all_positions(calls), -2).to(self.blocks.device),
             **self._extra_inputs(calls, lambda tensors: _in_one_row(tensors, 0)),
         )
 
     def _check_positions(self, calls: Sequence[SessionCall], total: int) -> None:
-        """Before its blocks, a decoder with an encoder looks up positions that it counts itself, along the row."""
+        """Refuse a row that is too long: a decoder with an encoder looks up positions by its own count, along the
+        row."""
         longest = self.blocks.longest_text if self.blocks.source_dim else None
         if longest is not None and max(call.cache.length for call in calls) + total > longest:
             raise PackingUnsupportedError("the row would be longer than the model's table of positions")
@@ -177,10 +180,10 @@ class PackedForward:
                 batch_size=sum(rows),
                 seq_len=seq_len,
                 attention_mask=cache.attention_mask(seq_len, device) if cache.has_attention else None,
-                position_ids=torch.cat([*map(_positions, calls)], -2).to(device) if self.takes_positions else None,
+                position_ids=torch.cat(_all_positions(calls), -2).to(device) if self.takes_positions else None,
                 **self._extra_inputs(calls, torch.cat),
             )
-            output = self.blocks.run(inputs, calls[0].span, cache)
+            output = self.blocks.run_blocks(inputs, calls[0].span, cache)
             cache.finish()
         finally:
             cache.begin((), [])
@@ -196,7 +199,7 @@ class PackedForward:
 
 @dataclass(frozen=True, slots=True)
 class PlacedRow:
-    """Where all new positions of some calls go, as the host knows it."""
+    """The places of all new positions of some calls, on the host."""
 
     pairs: list[tuple[int, int]]
     """(row of the pool's table, position) of each."""
@@ -209,7 +212,7 @@ class PlacedRow:
 
 
 def place(calls: Sequence[SessionCall]) -> tuple[PagePool, PlacedRow]:
-    """Make room for these calls, those with few positions first, in the pages that all of them use.
+    """Make room for these calls in the pages that all of them use; calls with few positions come first.
 
     Raises:
         PackingUnsupportedError: some have no pages there.
@@ -235,7 +238,7 @@ def place(calls: Sequence[SessionCall]) -> tuple[PagePool, PlacedRow]:
 
 
 def _part(output: Tensor, axis: int, start: int, call: SessionCall) -> Tensor:
-    """One call's outputs, of those of a whole row."""
+    """One call's outputs, cut from those of a whole row."""
     rows, seq_len = call.inputs.batch_size, call.inputs.seq_len
     return torch.unflatten(output.narrow(axis, start, rows * seq_len), axis, (rows, seq_len))
 
@@ -247,8 +250,15 @@ def _in_one_row(tensors: Iterable[Tensor], axis: int) -> Tensor:
     return torch.cat(flat, dim=axis).unsqueeze(axis)
 
 
+def _all_positions(calls: Sequence[SessionCall]) -> list[Tensor]:
+    """The positions of each call, on one device: where clients' own positions are, if some have sent them."""
+    sent = [call.inputs.position_ids for call in calls if call.inputs.position_ids is not None]
+    device = sent[0].device if sent else torch.device("cpu")
+    return [_positions(call).to(device) for call in calls]
+
+
 def _positions(call: SessionCall) -> Tensor:
-    """The positions of a call: `[batch, seq]`, or `[axes, batch, seq]` where pictures have more than one."""
+    """The positions of a call: `[batch, seq]`, or `[axes, batch, seq]` if pictures have more than one axis."""
     inputs, given = call.inputs, call.inputs.position_ids
     if given is None:
         given = torch.arange(call.cache.length, call.end_position)[None]
@@ -259,17 +269,17 @@ class Packer:
     """Runs calls of several sessions on one `BlockSpan`."""
 
     def __init__(self, blocks: BlockSpan, ways: Sequence[Packing]) -> None:
-        """`ways` are those that give the right results for these blocks, the usually best first."""
+        """`ways` give the right results for these blocks; the usually fastest comes first."""
         self.blocks = blocks
         self.ways = tuple(ways)
         self.way = self.ways[0]
-        """The one that is used."""
+        """The way in use."""
         self.forward = PackedForward(blocks)
         self._failed: set[Packing] = set()
-        """Ways with a failed step in the log."""
+        """Ways whose failure has been logged."""
 
     def use(self, way: Packing) -> None:
-        """Use what was measured to be fastest, as far as it is right for these blocks."""
+        """Use the way that was measured to be fastest, if it is right for these blocks."""
         if way in self.ways:
             self.way = way
 
@@ -277,7 +287,7 @@ class Packer:
     def record(self, sizes: Sequence[int] = SIZES, *, fused: bool = True) -> None:
         """Record decode steps of all hosted blocks, if they run on pages of a CUDA device.
 
-        With `fused`, in few kernels, if blocks are of the kind that this is known of.
+        With `fused`, a step consists of few kernels if the blocks are of a known kind.
         """
         blocks, forward = self.blocks, self.forward
         forward.graphs = None
@@ -295,11 +305,11 @@ class Packer:
         graphs.record(sizes)
         forward.graphs = graphs if graphs.sizes else None
 
-    def run(self, calls: Sequence[SessionCall], way: Packing | None = None) -> list[OutputOrError]:
-        """What `BlockSpan.forward` returns for each call, in order; for a call that fails, its exception.
+    def run_calls(self, calls: Sequence[SessionCall], way: Packing | None = None) -> list[OutputOrError]:
+        """Run the calls; returns for each, in order, the result of `BlockSpan.forward` or its exception.
 
-        The cache of a call that fails is in an undefined state then, the others are untouched by it. Each cache may
-        occur once. `way` None = the one in use.
+        The cache of a call that fails is in an undefined state, the others are untouched by it. Each cache may occur
+        once. `way` None: the one in use.
         """
         way = way or self.way
         outcomes: dict[int, OutputOrError] = {}
@@ -315,7 +325,7 @@ class Packer:
             return self._one_by_one(calls)
         undo = [call.cache.keep_state() for call in calls]
         try:
-            return list(self.forward.run(calls, way))
+            return list(self.forward.run_packed(calls, way))
         except Exception as error:  # noqa: BLE001 - one call is to blame, perhaps; only alone it shows which
             if way not in self._failed:
                 self._failed.add(way)
@@ -337,7 +347,7 @@ class Packer:
     # ------------------------------------------------------------------ who runs with whom
 
     def _groups(self, calls: Sequence[SessionCall], way: Packing) -> list[tuple[list[int], bool]]:
-        """Indices of calls, and whether they fit the way."""
+        """(indices of calls, do they fit the way) for each group."""
         groups: dict[tuple[Any, ...], tuple[list[int], bool]] = {}
         seen: set[int] = set()
         for idx, call in enumerate(calls):
@@ -349,7 +359,7 @@ class Packer:
         return list(groups.values())
 
     def _key(self, call: SessionCall, way: Packing) -> tuple[Any, ...] | None:
-        """Equal for calls that fit together; None for one that has to run alone."""
+        """A key that is equal for calls that fit together; None for a call that has to run alone."""
         inputs, blocks = call.inputs, self.blocks
         if way == Packing.ONE_BY_ONE or not self._is_plain(call):
             return None
@@ -359,7 +369,7 @@ class Packer:
             return None
         shape[axis : axis + 2] = []
         # An adapter is applied to a whole forward, so calls with different ones take turns.
-        # Positions on one axis aren't always those on three with equal values: models may count a fourth, the text's.
+        # One axis of positions isn't always the same as three equal ones: models may count a fourth, of the text.
         how = arithmetic(inputs, call.cache.position, blocks.traits)
         same = call.span, inputs.adapter, _num_axes(inputs.position_ids), how, *shape
         if way == Packing.PAGED and call.cache.table is None:
@@ -371,7 +381,7 @@ class Packer:
         return inputs.seq_len, call.cache.records_past, call.cache.length > 0, *same
 
     def _is_plain(self, call: SessionCall) -> bool:
-        """Whether nothing about the call is unusual: no padding of its own, no special positions."""
+        """True for a usual call: no padding of its own, no special positions."""
         inputs, traits = call.inputs, self.blocks.traits
         if inputs.inner is not None:
             return False  # `BlockSpan.forward` records it
@@ -404,5 +414,5 @@ def _fused_step(paged: PagedAttention) -> DecodeStep | None:
 
 
 def _num_axes(positions: Tensor | None) -> int:
-    """How many positions each token has where it may have several (`[axes, batch, seq]`); 0: where it has one."""
+    """The number of positions of each token in `[axes, batch, seq]`; 0 if a token has a single position."""
     return positions.shape[0] if positions is not None and positions.ndim > 2 else 0

@@ -1,8 +1,8 @@
-"""Which ways of packing give a span the same results as running its sessions one by one.
+"""The ways of packing that give the same results as running the sessions of a span one by one.
 
-Looked at when blocks are loaded, in one part of each kind: three sessions of different lengths, one of them with two
-rows and one rolled back, take three steps each, together and alone; with an encoder, each has a source of its own, and
-some padding in it. Called by the server, which makes a `Packer` of it.
+They are tried when blocks are loaded, on one part of each kind. Three sessions of different lengths, one of them with
+two rows and one rolled back, take three steps each, together and alone. With an encoder, each session has encoder
+outputs of another length, some of them with padding. The server calls it, and makes a `Packer` of the result.
 """
 
 import logging
@@ -30,15 +30,15 @@ ROWS = ((0, 1), (1, 3), (0, 1))
 NUM_PAGES = 8
 """More than these sessions need."""
 PROMPTS = (4, 2, 1)
-"""New positions of each session in the first step, the last one shorter than the batch has rows, as there is code that
-takes columns of a mask for rows (nllb-moe). The first session then forgets one of them, if it can."""
+"""New positions of each session in the first step. The last is shorter than the batch has rows, because some code takes
+columns of a mask for rows (nllb-moe). The first session then forgets one position, if it can."""
 NEXT_STEPS = ((1, 2, 1), (1, 1, 1))
-"""The second step has single tokens beside a piece of a prompt; the third one shows what the second left behind."""
+"""The second step has single tokens together with a piece of a prompt; the third shows the state that it left."""
 
 
 @torch.inference_mode()
 def right_ways(span: BlockSpan) -> list[Packing]:
-    """The ways of packing that are right for these blocks, in most measurements the fastest first."""
+    """The ways of packing that are right for these blocks; first the fastest in most measurements."""
     if not span.keeps_cache:
         return [Packing.ONE_BY_ONE]
     forward, inputs = PackedForward(span), random_inputs(span, min(SEQ, span.max_positions or SEQ), batch_size=3)
@@ -54,11 +54,11 @@ class PackingProbe:
         self.span, self.forward, self.part, self.inputs = forward.blocks, forward, part, inputs
         self._alone: list[Tensor] | None = None
         self._visible = 0.0
-        """How much of a result comes from the cache."""
+        """The share of a result that comes from the cache."""
         self._limit = STRICT
 
     def agrees(self, way: Packing) -> bool:
-        """Whether the sessions get together what they get alone, up to rounding."""
+        """True if the sessions get the same results together and alone, up to rounding."""
         try:
             if self._alone is None:
                 self._alone = self._run_alone()
@@ -83,12 +83,12 @@ class PackingProbe:
         raise PackingUnsupportedError("the blocks don't run on the probe's inputs even alone")
 
     def _precision(self) -> AbstractContextManager[None]:
-        """Within, float32 where the blocks can: short floats would hide small errors."""
+        """Within: float32 where the blocks can, because short floats would hide small errors."""
         return in_float32(self.span, self.part) if self._limit == STRICT else nullcontext()
 
     @contextmanager
     def _pages(self, way: Packing | None) -> Iterator[None]:
-        """Within: sessions have a few pages of the probe's own, as floats may be longer than usual, or no pages."""
+        """Within: sessions have pages of the probe's own, as floats may be longer than usual, or no pages."""
         usual = self.span.pool
         dtype = torch.float32 if self._limit == STRICT else self.span.dtype
         self.span.pool = self.span.new_pool(NUM_PAGES, self.part, dtype) if way == Packing.PAGED else None
@@ -128,14 +128,14 @@ class PackingProbe:
         results: dict[int, Tensor] = {}
         for group in groups:
             if len(group) > 1 and way is not None:
-                outputs = self.forward.run(group, way)
+                outputs = self.forward.run_packed(group, way)
             else:
                 outputs = [self._advance(call) for call in group]
             results.update(zip(map(id, group), outputs, strict=True))
         return [results[id(call)] for call in calls]
 
     def _advance(self, call: SessionCall) -> Tensor:
-        output = self.span.run(call.inputs, call.span, call.cache)
+        output = self.span.run_blocks(call.inputs, call.span, call.cache)
         call.cache.advance(call.inputs.seq_len)
         return output
 
@@ -151,7 +151,8 @@ class PackingProbe:
 
 
 def _with_source_of(inputs: BlockInputs, session: int, *, masked: bool) -> BlockInputs:
-    """The same with a source of another length for each session; the longest has no mask, and none if not `masked`."""
+    """The same inputs with encoder outputs of another length for each session; the longest has no mask, all if not
+    `masked`."""
     hidden = inputs.encoder_hidden_states
     assert hidden is not None  # by `trials.random_inputs`
     hidden = hidden[:, : hidden.shape[1] - 2 * session]

@@ -27,14 +27,14 @@ from transformers.cache_utils import DynamicLayer
 from swarmllm.errors import CacheFullError
 
 TILE_QUERIES = 64
-"""Queries (positions times heads that share keys) of a longer call that attend together. Assumed."""
+"""Queries (positions times heads that share keys) of a longer call that one program attends with. Assumed."""
 
 PAGE_TOKENS = 64
-"""Positions of a page: a session leases whole ones. Assumed, and the same as a page of a shared prompt."""
+"""Positions of a page: a session leases whole pages. Assumed; the same as a page of a shared prompt."""
 MOST_ROWS = 1024
-"""Rows of all sessions' batches together."""
+"""Most rows of all sessions' batches together."""
 MOST_PAGES_OF_ROW = 1 << 14
-"""Of one row: a million positions; bounds the table."""
+"""Most pages of one row: a million positions. It bounds the table."""
 
 KeyValueShape = tuple[tuple[int, int], tuple[int, int]]
 """(heads, head size) of the keys and of the values of one block."""
@@ -42,14 +42,14 @@ KeyValueShape = tuple[tuple[int, int], tuple[int, int]]
 
 @dataclass(eq=False, slots=True)
 class Placed:
-    """Where new positions go, on the device."""
+    """The places of new positions, on the device."""
 
     rows: Tensor
     """`[total]` int64: the row of the pool's table."""
     positions: Tensor
     """`[total]` int64: the place in that row."""
     num_short: int
-    """The first ones, of calls with few positions."""
+    """The number of positions of calls with few positions, which come first."""
     long_calls: tuple[tuple[int, int], ...] = ()
     """(first, number) of the positions of each other call in the row."""
     _tiles: dict[int, Tensor | None] = field(default_factory=dict)
@@ -62,14 +62,14 @@ class Placed:
         num_short: int | None = None,
         long_calls: tuple[tuple[int, int], ...] = (),
     ) -> "Placed":
-        """For (row, position) of each; one copy to the device."""
+        """From (row, position) of each; one copy to the device."""
         both = torch.tensor(pairs).t().contiguous().to(device, non_blocking=True)
         return cls(both[0], both[1], len(pairs) if num_short is None else num_short, long_calls)
 
     def tiles(self, num_shared: int) -> Tensor | None:
         """`[tiles, 2]` int32: (first, number) of positions of long calls that attend together."""
         if num_shared not in self._tiles:
-            self._tiles[num_shared] = self._new_tiles(max(1, TILE_QUERIES // num_shared))
+            self._tiles[num_shared] = self._new_tiles(tile_tokens(num_shared))
         return self._tiles[num_shared]
 
     def _new_tiles(self, size: int) -> Tensor | None:
@@ -79,6 +79,11 @@ class Placed:
             for first in range(start, start + number, size)
         ]
         return torch.tensor(tiles, dtype=torch.int32).to(self.rows.device, non_blocking=True) if tiles else None
+
+
+def tile_tokens(num_shared: int) -> int:
+    """Most positions of a tile, if so many heads of queries share one of keys."""
+    return max(1, TILE_QUERIES // num_shared)
 
 
 def write_pages(
@@ -106,14 +111,14 @@ def write_in_torch(
 def attend_pages(
     query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, placed: Placed, scale: float, window: int
 ) -> Tensor:
-    """Attention of `query` `[1, heads, total, head]`, of each to its own session up to itself.
+    """Attention of `query` `[1, heads, total, head]`: each position attends to its own session up to itself.
 
     Returns `[1, total, heads, head]`.
     """
     if _has_kernels(query):
-        tiles = placed.tiles(query.shape[1] // keys.shape[1])
-        places = placed.rows, placed.positions
-        pages = keys, values, tables
+        num_shared = query.shape[1] // keys.shape[1]
+        places, pages = (placed.rows, placed.positions), (keys, values, tables)
+        tiles = placed.tiles(num_shared), tile_tokens(num_shared)
         output: Tensor = _kernels().attend_pages(query, pages, places, placed.num_short, tiles, scale, window)
         return output
     return attend_in_torch(query, keys, values, tables, placed, scale, window)
@@ -122,7 +127,7 @@ def attend_pages(
 def attend_in_torch(
     query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, placed: Placed, scale: float, window: int
 ) -> Tensor:
-    """The same in plain torch, with all pages that there may be."""
+    """The same in plain torch, with all pages of a row."""
     num_heads, total = query.shape[1:3]
     pages = tables[placed.rows].long()  # [total, pages]
     precision = torch.promote_types(query.dtype, torch.float32)
@@ -138,18 +143,18 @@ def attend_in_torch(
 
 
 def why_no_kernels(device: torch.device) -> str:
-    """Why a device has no kernels that read pages; "" if it has."""
+    """The reason why a device has no kernels that read pages; "" if it has."""
     if device.type != "cuda":
         return f"there are no kernels for {device.type}"
     return "" if find_spec("triton") is not None else "Triton isn't installed: run pip install triton"
 
 
 _interprets = False
-"""Whether the kernels run on CPUs too: in tests, by Triton's interpreter."""
+"""True if the kernels run on CPUs, too: in tests, by Triton's interpreter."""
 
 
 def _has_kernels(tensor: Tensor) -> bool:
-    """Whether there are kernels for it: not for a tensor that stands for one when a step is traced."""
+    """True if kernels take this tensor; they don't take the stand-ins of a traced step."""
     return (tensor.is_cuda or _interprets) and not isinstance(tensor, FakeTensor)
 
 
@@ -180,11 +185,11 @@ class PagePool:
         self._free_rows = list(range(len(self.tables) - 1, 0, -1))
         self._uses = [0] * num_pages
         self._given_back: deque[_Held] = deque()
-        """What sessions had that are gone; any thread may have dropped them."""
+        """Pages and rows of sessions that are gone; any thread may have dropped them."""
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody uses."""
+        """Number of pages that nobody uses."""
         self._collect()
         return len(self._free_pages)
 
@@ -209,29 +214,29 @@ class PagePool:
         self._uses[page] = 1
         return page
 
-    def take_row(self) -> int:
-        """A row of the table.
+    def take_rows(self, count: int) -> list[int]:
+        """Some rows of the table.
 
         Raises:
-            CacheFullError: none is left.
+            CacheFullError: so many aren't left; none is taken then.
         """
-        if not self._free_rows:
+        if len(self._free_rows) < count:
             self._collect()
-        if not self._free_rows:
+        if len(self._free_rows) < count:
             raise CacheFullError(f"this server has {len(self.tables) - 1} rows of sessions already: take another one")
-        return self._free_rows.pop()
+        return [self._free_rows.pop() for _ in range(count)]
 
     def give_back_row(self, row: int) -> None:
-        """Nobody uses this row of the table any more."""
+        """Mark this row of the table as unused."""
         self._free_rows.append(row)
 
     def share(self, pages: Sequence[int]) -> None:
-        """Somebody else uses these pages, too."""
+        """Count one more user of these pages."""
         for page in pages:
             self._uses[page] += 1
 
     def drop(self, pages: Sequence[int]) -> None:
-        """One user less for each of these pages."""
+        """Count one user less of each of these pages."""
         for page in pages:
             self._uses[page] -= 1
             if not self._uses[page]:
@@ -241,7 +246,7 @@ class PagePool:
         return self._uses[page] > 1
 
     def copy_page(self, page: int) -> int:
-        """A page of one's own with the same content, in place of a shared one."""
+        """Replace a shared page by a copy for one user; returns its number."""
         copy = self.take_page()
         for tensor in (*self.keys.values(), *self.values.values()):
             tensor[copy].copy_(tensor[page])
@@ -249,7 +254,7 @@ class PagePool:
         return copy
 
     def held(self, pages: Sequence[int] = ()) -> "_Held":
-        """Something to note pages in, which come back when its owner is gone (`_Held.belongs_to`)."""
+        """An object that notes pages; they come back when its owner is gone (`_Held.belongs_to`)."""
         return _Held(self, list(pages))
 
     def _collect(self) -> None:
@@ -262,7 +267,7 @@ class PagePool:
 
 
 class _Held:
-    """What an owner has of a pool; comes back when the owner is no more."""
+    """The pages and rows of one owner; they come back when the owner is gone."""
 
     def __init__(self, pool: PagePool, pages: list[int]) -> None:
         self.pages = pages
@@ -271,12 +276,12 @@ class _Held:
         self._given_back = pool._given_back
 
     def belongs_to(self, owner: object) -> None:
-        """Give all back when `owner` is dropped: by any thread, so the device thread takes it in later."""
+        """Give all back when `owner` is dropped. Any thread may drop it, so the device thread collects them later."""
         weakref.finalize(owner, self._given_back.append, self).atexit = False
 
 
 class SharedPage:
-    """One page of a pool that is used by whoever holds this."""
+    """One page of a pool, in use as long as this object exists."""
 
     def __init__(self, pool: PagePool, page: int) -> None:
         self.pool, self.page = pool, page
@@ -296,19 +301,19 @@ class PageTable:
         self.length = 0
         """Positions that all blocks have seen."""
         self.step = 0
-        """How often it has changed its length: what a layer has seen of a step ends with it."""
+        """The number of changes of its length. A layer's view of a step ends with the next change."""
         self._held = pool.held()
         self._held.belongs_to(self)
         self._placed: tuple[int, int, int, Placed] | None = None
 
     @property
     def rows(self) -> list[int]:
-        """Its rows of the pool's table."""
+        """The session's rows of the pool's table."""
         return [row for row, _ in self._held.rows]
 
     @property
     def num_bytes(self) -> int:
-        """Memory of its pages; those that several rows share count once."""
+        """Memory of its pages; a page that several rows share counts once."""
         return len({page for _, pages in self._held.rows for page in pages}) * self.pool.page_bytes
 
     def prepare(self, batch_size: int, end: int) -> None:
@@ -317,24 +322,26 @@ class PageTable:
         Raises:
             CacheFullError: there is no room; what was there is unchanged.
         """
-        while len(self._held.rows) < batch_size:
-            self._held.rows.append((self.pool.take_row(), []))
+        self._held.rows += [(row, []) for row in self.pool.take_rows(max(0, batch_size - len(self._held.rows)))]
         num_pages = -(-end // PAGE_TOKENS)
         if num_pages > self.pool.tables.shape[1]:
             raise CacheFullError(f"a text of {end} positions is longer than this server's table of pages")
         first = self.length // PAGE_TOKENS
         for row, pages in self._held.rows:
-            if len(pages) == num_pages and not (first < num_pages and self.pool.is_shared(pages[first])):
+            if len(pages) == num_pages and not any(map(self.pool.is_shared, pages[first:])):
                 continue  # the usual step
-            for idx in range(first, min(len(pages), num_pages)):
-                if self.pool.is_shared(pages[idx]):
-                    pages[idx] = self.pool.copy_page(pages[idx])
-            while len(pages) < num_pages:
-                pages.append(self.pool.take_page())
-            self._write(row, pages, first)
+            try:
+                for idx in range(first, min(len(pages), num_pages)):
+                    if self.pool.is_shared(pages[idx]):
+                        pages[idx] = self.pool.copy_page(pages[idx])
+                while len(pages) < num_pages:
+                    pages.append(self.pool.take_page())
+            finally:  # even if there is no room: a later step may find just as many pages as it needs
+                self._write(row, pages, first)
 
     def append_shared(self, page: SharedPage) -> None:
-        """Continue a session of one row with a page of others, in place of one that has the same beginning."""
+        """Continue a session of one row with another session's page, in place of its own page with the same
+        beginning."""
         self.prepare(1, self.length)
         ((row, pages),) = self._held.rows
         self.pool.drop(pages[self.length // PAGE_TOKENS :])
@@ -344,11 +351,11 @@ class PageTable:
         self._write(row, pages, len(pages) - 1)
 
     def shared_page(self, idx: int) -> SharedPage:
-        """One full page of a session of one row, for others."""
+        """One full page of a session of one row, for other sessions."""
         return SharedPage(self.pool, self._held.rows[0][1][idx])
 
     def advance(self, num_tokens: int) -> None:
-        """All blocks have seen `num_tokens` more, or fewer if it is negative."""
+        """Count `num_tokens` more positions that all blocks have seen; fewer if it is negative."""
         self.length += num_tokens
         self.step += 1
         num_pages = -(-self.length // PAGE_TOKENS)
@@ -358,20 +365,23 @@ class PageTable:
                 del pages[num_pages:]
 
     def forget_step(self) -> None:
-        """Some blocks may have seen a step that failed; what they have written will be written again."""
+        """Begin a step again that failed after some blocks have seen it; it overwrites their keys and values."""
         self.step += 1
 
     def select(self, indices: Sequence[int]) -> None:
-        """Keep these rows of the batch, in this order; they share pages until one of them goes on."""
+        """Keep these rows of the batch, in this order; they share pages until one of them goes on.
+
+        Raises:
+            CacheFullError: there are no rows for so many; nothing has changed then.
+        """
         old = self._held.rows
         chosen = [list(old[idx][1]) for idx in indices]
+        more = self.pool.take_rows(max(0, len(chosen) - len(old)))
         for pages in chosen:
             self.pool.share(pages)
-        rows = [row for row, _ in old]
+        rows = [row for row, _ in old] + more
         for _, pages in old:
             self.pool.drop(pages)
-        while len(rows) < len(chosen):
-            rows.append(self.pool.take_row())
         for row in rows[len(chosen) :]:
             self.pool.give_back_row(row)
         self._held.rows = list(zip(rows, chosen, strict=False))
@@ -381,7 +391,7 @@ class PageTable:
         self._placed = None
 
     def placed(self, num_tokens: int) -> Placed:
-        """Where the next `num_tokens` of each row go, row after row."""
+        """The places of the next `num_tokens` of each row, row after row."""
         key = self.step, len(self._held.rows), num_tokens
         if self._placed is None or self._placed[:3] != key:
             positions = range(self.length, self.length + num_tokens)
@@ -397,15 +407,15 @@ class PageTable:
         return found.reshape(*found.shape[:2], -1, found.shape[-1]).narrow(2, start - first * PAGE_TOKENS, end - start)
 
     def _write(self, row: int, pages: Sequence[int], first: int) -> None:
-        """Tell the device, from page `first` on."""
+        """Write the numbers of a row's pages to the device, from page `first` on."""
         if len(pages) > first:
             self.pool.tables[row, first : len(pages)] = torch.tensor(pages[first:], dtype=torch.int32)
 
 
 class PagedLayer(DynamicLayer):
-    """A block's keys and values in pages, for the model's own attention: a layer that hands out copies of them.
+    """A block's keys and values in pages, for the model's own attention: a cache layer that returns copies of them.
 
-    It serves blocks with a sliding window as well: nothing is dropped, but only what the window shows is handed out.
+    It serves blocks with a sliding window as well: nothing is dropped, but it returns only what the window shows.
     """
 
     def __init__(self, table: PageTable, block_idx: int, window: int = 0) -> None:
@@ -418,7 +428,7 @@ class PagedLayer(DynamicLayer):
 
     @property
     def length(self) -> int:
-        """Positions that this block has seen, which may be a step more than others have."""
+        """Positions that this block has seen: perhaps one step more than other blocks."""
         return self.table.length + (self._new if self._step == self.table.step else 0)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -451,10 +461,10 @@ class PagedLayer(DynamicLayer):
         return length - first + query_length, first
 
     def crop(self, tokens_to_remove: int) -> None:
-        """The table forgets, for all blocks at once (`SpanCache.rollback`)."""
+        """Do nothing: the table forgets positions for all blocks at once (`SpanCache.rollback`)."""
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """The table has chosen its rows, for all blocks at once (`SpanCache.select_batch`)."""
+        """Do nothing: the table selects rows for all blocks at once (`SpanCache.select_batch`)."""
 
 
 def page_bytes(shapes: Mapping[int, KeyValueShape], dtype: torch.dtype) -> int:

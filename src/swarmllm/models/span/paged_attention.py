@@ -1,11 +1,12 @@
 """Paged packing: several sessions in one row, attention for all of them in one call on pages of keys and values.
 
-As in `packed_caches`, the new positions of all sessions run as one row `[1, total, hidden]`. Their keys and values
-are in the pages of a `page_pool`, and the device knows where: nothing of a call depends on numbers that
-only the host has, so that a step can be recorded once and repeated (`decode_graphs`).
+As in `packed_caches`, the new positions of all sessions run as one row `[1, total, hidden]`. Their keys and values are
+in the pages of a `page_pool`, and the device knows the places. So no call depends on numbers that only the host has,
+and a step can be recorded once and repeated (`decode_graphs`).
 
-A position's result depends on its own session alone, not on who runs with it. What the model asks of its attention
-besides a causal mask and a sliding window, such as softcaps or sinks, fails here, and the span is run in another way.
+A position's result depends on its own session alone, not on the other sessions in the row. A model that wants more of
+its attention than a causal mask and a sliding window, such as softcaps or sinks, fails here, and the span runs in
+another way.
 """
 
 import threading
@@ -30,13 +31,13 @@ from swarmllm.models.span.page_pool import PagePool, Placed, attend_pages, write
 NAME = "swarmllm_paged"
 """Name under which transformers knows the attention function below."""
 SHORT_TOKENS = 16
-"""New positions of a call up to which each attends by itself: so guesses get the results that single tokens get."""
+"""Most new positions of a call that attend one by one: so guessed tokens get the same results as single tokens."""
 FARTHEST = 1 << 18
-"""A position from which a mask is looked at: larger than any sliding window that we know of."""
+"""The position at which a mask is looked at: larger than any sliding window that we know."""
 
 
 class PagedBatch(RaggedCache):
-    """What the model takes for its cache while it runs a packed row; keys and values are in the pool."""
+    """The model's cache while it runs a packed row; keys and values are in the pool."""
 
     def __init__(self, config: PreTrainedConfig, first: int) -> None:
         """`first` is the number of the stack's first block."""
@@ -108,7 +109,7 @@ class PagedAttention:
         assert blocks.pool is not None
         inputs = BlockInputs(hidden_states=hidden, batch_size=1, seq_len=hidden.shape[1], position_ids=position_ids)
         with torch.inference_mode(), self.running(blocks.pool, placed) as cache:
-            return blocks.run(inputs, span or blocks.span, cache, recorder=recorder)
+            return blocks.run_blocks(inputs, span or blocks.span, cache, recorder=recorder)
 
 
 class _Running(threading.local):
@@ -121,7 +122,7 @@ _running = _Running()
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Takes the place of a mask: how far back a position sees, itself included; 0: to the beginning."""
+    """A stand-in for a mask: the number of positions back that a position sees, itself included; 0: all."""
 
     length: int
 
@@ -154,9 +155,10 @@ _windows: dict[Any, int] = {}
 
 
 def window_of(mask_function: Callable[..., Any]) -> int:
-    """How many positions back a mask shows, itself included; 0: all of them.
+    """The number of positions back that a mask shows, the position itself included; 0: all of them.
 
-    Looked at from some positions: transformers makes a function for each mask, of a few that are the same every time.
+    It is observed at some positions. transformers makes a function for each mask, but of a few kinds only, so results
+    are kept.
 
     Raises:
         PackingUnsupportedError: it shows anything else, or depends on a tensor.
@@ -168,7 +170,7 @@ def window_of(mask_function: Callable[..., Any]) -> int:
 
 
 def _content(value: Any) -> Any:
-    """Equal for functions of the same code with the same values in it."""
+    """A key that is equal for functions of the same code with the same values in it."""
     if isinstance(value, tuple):
         return tuple(map(_content, value))
     if isinstance(value, int | float | str | None):
@@ -191,5 +193,5 @@ def _find_window(mask_function: Callable[..., Any]) -> int:
         at = torch.arange(position + 2)
         expected = (at <= position) & ((at > position - window) if window else torch.ones_like(at, dtype=torch.bool))
         if not torch.equal(shown(position), expected):
-            raise PackingUnsupportedError("a mask shows something else than what came before")
+            raise PackingUnsupportedError("a mask shows something else than earlier positions")
     return window

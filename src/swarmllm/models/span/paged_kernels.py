@@ -1,11 +1,11 @@
 """Triton kernels of `page_pool`: keys and values written to pages, and attention to them.
 
-    _write      each new position's keys and values, to where it is placed
-    _attend     some queries of one session that share keys, to some of its pages: flash attention
-    _join       the results of all parts of the pages of one query
+    _write      writes each new position's keys and values to its place
+    _attend     some queries of one session that share keys, and some of its pages: flash attention
+    _join       joins the results of all groups of pages of one query
 
-A single position is attended to by SPLITS programs a head of keys, each with its part of the session's pages, which
-depends on the session's length alone; longer calls in tiles of queries. Imported where there is CUDA only.
+For a single position, SPLITS programs for each head of keys attend to some of the session's pages each. The split
+depends on the session's length alone. Longer calls attend in tiles of queries. Imported only where there is CUDA.
 """
 
 import torch
@@ -14,17 +14,15 @@ import triton.language as tl
 from torch import Tensor
 
 Places = tuple[Tensor, Tensor]
-"""For each new position, the row of the table and the position in it."""
-TILE_QUERIES = 64
-"""Queries (positions times heads that share keys) of a longer call that attend together, as `page_pool` cuts them."""
+"""The row of the table, and the position in it, of each new position."""
 LEAST = -1e30
-"""In place of minus infinity, of which differences are no numbers."""
+"""Used instead of minus infinity, because the difference of two infinities is NaN."""
 KEYS_OF_TILE = 32
-"""Keys that a program reads at a time for a single position, and twice as many for a tile of queries. Assumed."""
+"""Keys that a program reads at a time for a single position; twice as many for a tile of queries. Assumed."""
 LARGE_KEY_BYTES = 256
-"""Larger ones come fewer at a time: a processor's fast memory has to hold them twice, with the queries."""
+"""Larger keys are read fewer at a time: the multiprocessor's shared memory must hold them twice, with the queries."""
 PROGRAMS = 256
-"""Wanted for a single session: about two for each processor of a large GPU."""
+"""Programs wanted for a single session: about two for each multiprocessor of a large GPU."""
 
 
 @triton.jit
@@ -48,7 +46,7 @@ def _write(
 
 @triton.jit
 def _is_visible(key, query, end, WINDOW: tl.constexpr):
-    """Whether the query at one position sees the key at another."""
+    """True where the query at one position sees the key at another."""
     visible = (key <= query) & (key < end)
     if WINDOW > 0:
         visible = visible & (key > query - WINDOW)
@@ -139,27 +137,31 @@ def attend_pages(
     pages: tuple[Tensor, Tensor, Tensor],
     places: Places,
     num_short: int,
-    tiles: Tensor | None,
+    tiles: tuple[Tensor | None, int],
     scale: float,
     window: int,
 ) -> Tensor:
     """Attention of `query` `[1, heads, total, head]`, of each to its own session up to itself.
 
     `pages` are keys, values and table; the first `num_short` attend each by itself, the others in `tiles`
-    `[tiles, 2]`. Returns `[1, total, heads, head]`.
+    `[tiles, 2]`, given with the most positions of a tile. Returns `[1, total, heads, head]`.
     """
     num_heads, total = query.shape[1:3]
     output = torch.empty(1, total, num_heads, pages[1].shape[-1], dtype=query.dtype, device=query.device)
     query = _last_axis_whole(query)
     if num_short:
         _attend_each(query, pages, places, num_short, output, scale, window)
-    if tiles is not None:
-        _launch(query, pages, places, tiles, output, (output,) * 3, scale, window, grid=len(tiles), splits=1)
+    of_tiles, tokens = tiles
+    if of_tiles is not None:
+        none = (output,) * 3
+        _launch(
+            query, pages, places, of_tiles, output, none, scale, window, grid=len(of_tiles), splits=1, tokens=tokens
+        )
     return output
 
 
 def num_splits(num_key_heads: int) -> int:
-    """Programs for the keys of one head, of one position: always as many, whoever runs with it."""
+    """Programs for the keys of one head, for one position: the same number in any company."""
     return max(8, min(32, int(triton.next_power_of_2(PROGRAMS // num_key_heads))))
 
 
@@ -172,7 +174,7 @@ def _attend_each(
     scale: float,
     window: int,
 ) -> None:
-    """The positions of short calls, each by itself."""
+    """Attention of the positions of short calls, each by itself."""
     num_heads, value_dim, splits = query.shape[1], output.shape[-1], num_splits(pages[0].shape[1])
     shape = num_short * num_heads, splits
     part = torch.empty(*shape, _padded(value_dim), dtype=torch.float32, device=query.device)
@@ -194,6 +196,7 @@ def _launch(
     *,
     grid: int,
     splits: int,
+    tokens: int = 1,
 ) -> None:
     keys, _, tables = pages
     heads, page_tokens, key_dim = keys.shape[1:]
@@ -201,19 +204,18 @@ def _launch(
     is_tiled = splits == 1
     is_large = _padded(key_dim) * keys.element_size() > LARGE_KEY_BYTES
     num_keys = KEYS_OF_TILE * (2 if is_tiled and not is_large else 1)
-    queries = max(1, TILE_QUERIES // shared) * shared if is_tiled else shared
     _attend[(grid, heads, splits)](
         query, *pages, *places, tiles, output, *parts,
         scale, tables.shape[1], *query.stride()[1:3],
         heads, shared, key_dim, _padded(key_dim), value_dim, _padded(value_dim),
-        page_tokens, max(16, triton.next_power_of_2(queries)), num_keys, splits, window,
+        page_tokens, max(16, triton.next_power_of_2(tokens * shared)), num_keys, splits, window,
         is_tiled, LEAST,
         num_warps=4, num_stages=1 if is_large else 2,
     )  # fmt: skip
 
 
 def _padded(size: int) -> int:
-    """What products can be made of."""
+    """The next size that `tl.dot` takes."""
     return max(16, int(triton.next_power_of_2(size)))
 
 

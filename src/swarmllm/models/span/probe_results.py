@@ -1,7 +1,7 @@
-"""What probes have found out, kept on disk: at the next start of a server they would find the same.
+"""Results of probes, kept on disk: the next start of a server would find the same.
 
-Called by `loading`. A result counts for the same blocks of the same config, in the same format, computed by the same
-code on the same kind of processor; weights make no difference to what blocks need and can do.
+Called by `loading`. A result is for the same blocks of the same config, in the same format, computed by the same code
+on the same kind of processor. Weights make no difference to what blocks need and can do.
 """
 
 import hashlib
@@ -27,11 +27,11 @@ from swarmllm.models.span.kept_state import KeptState
 from swarmllm.models.span.span_cache import CacheSizes
 
 PROBES = "swarmllm_probes"
-"""Folder of the cache with what probes have found."""
+"""The folder of results, within the cache directory."""
 
 
 class _Result(BaseModel):
-    """What `probes` leaves in a span."""
+    """Everything that `probes` writes into a span."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
     traits: BlockTraits
@@ -45,12 +45,12 @@ class ProbeResults:
     def __init__(
         self, directory: Path, checkpoint: Checkpoint, quantization: Quantization, left_out: Collection[str]
     ) -> None:
-        """`left_out` are parts of the model that probes would miss if they were needed."""
+        """`left_out` names parts of the model that probes would miss if they were needed."""
         self._directory, self._config, self._quantization = directory, checkpoint.raw_config(), quantization
         self._left_out = sorted(left_out)
 
     def restore(self, blocks: BlockSpan) -> bool:
-        """Put a result that is known into the blocks; whether there is one."""
+        """Put a known result into the blocks; False if there is none."""
         if (found := self._read(self._path_of(blocks))) is None:
             return False
         blocks.traits, blocks.slots.block_output = found.traits, found.traits.block_output
@@ -59,7 +59,7 @@ class ProbeResults:
         return True
 
     def traits_of(self, span: Span, dtype: torch.dtype) -> BlockTraits | None:
-        """What is known of the blocks of `span` on this processor, before there are any."""
+        """Known traits of the blocks of `span` on this processor, before the blocks are loaded."""
         found = self._read(self._path(span, dtype, torch.device("cpu")))
         return None if found is None else found.traits
 
@@ -73,7 +73,7 @@ class ProbeResults:
         return found if found.model_dump_json() == written else None
 
     def keep(self, blocks: BlockSpan) -> None:
-        """Note what has been found. Where that can't be written, the next start looks again."""
+        """Write the result. If that fails, the next start probes again."""
         found = _Result(traits=blocks.traits, cache_sizes=blocks.cache_sizes, kept_state=tuple(blocks.kept_state.names))
         path = self._path_of(blocks)
         with suppress(OSError):
@@ -98,7 +98,7 @@ class ProbeResults:
 
 
 def _device(device: torch.device) -> list[Any]:
-    """The kind of processor: kernels differ."""
+    """The kind of processor, because kernels differ."""
     if device.type == "cuda":
         return [device.type, torch.cuda.get_device_name(device)]
     names: set[str] = set()
@@ -111,7 +111,7 @@ def _device(device: torch.device) -> list[Any]:
 
 @cache
 def _code() -> list[str]:
-    """Versions, and a digest of all that is here, which changes without one while somebody works on it."""
+    """Versions, and a digest of the source, which changes without a version during development."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(path.read_bytes())

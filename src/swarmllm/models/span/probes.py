@@ -52,21 +52,21 @@ from swarmllm.models.span.trials import (
 )
 
 NOTHING = 2e-6
-"""Errors relative to the output up to which nothing is there: 5e-7 was measured of a block of experts in float32."""
+"""Largest error, relative to the output, that counts as none: 5e-7 was measured for a block of experts in float32."""
 
 ROWS = 5
-"""Rows of the positions, of which the last one is far away; unlikely to be the size of other axes."""
+"""Rows of the positions; the last row is far away. Unlikely to be the size of other axes."""
 MOST_BORDERS = 16
 TIMES_LONGER = 4
-"""Looked at are lengths up to this many times what the model was made for: stretched frequencies begin before."""
+"""Lengths up to this many times the model's own are looked at: stretched frequencies begin before its end."""
 
 Side = Literal["left", "right"]
 SIDES: tuple[Side, ...] = ("left", "right")
 
 BATCH, MOST_SEQ = 3, 13
-"""Samples and positions, fewer where the model has no more; unlikely to be the sizes of other axes."""
+"""Samples and positions (fewer if the model has no more); unlikely to be the sizes of other axes."""
 MAX_ARITY = 6
-_READS_MORE = "which reads more of the block before than its hidden states"
+_READS_MORE = "which needs more of the block before than its hidden states"
 
 
 class CacheProbe:
@@ -76,7 +76,7 @@ class CacheProbe:
         self.span, self.part, self.inputs = span, part, inputs
 
     def abilities(self) -> tuple[bool, bool]:
-        """Whether a prompt may come in pieces, and whether the cache can be rolled back.
+        """(may a prompt come in pieces, can the cache be rolled back)
 
         Raises:
             UnsupportedModelError: not even single steps continue what the cache holds.
@@ -106,13 +106,13 @@ class CacheProbe:
             return False
 
     def _continues(self, position: int, limit: float) -> bool:
-        """Whether the positions from `position` on come out right after the others have been cached."""
+        """True if the positions from `position` on come out right after the others have been cached."""
         cache = self.span.new_cache(self.part)
         self._step(cache, 0, position)
         return self._agrees(self._step(cache, position, self.inputs.seq_len), position, limit)
 
     def _rolls_back(self, position: int, limit: float) -> bool:
-        """Whether the cache can forget the positions from `position` on, and then see them again."""
+        """True if the cache can forget the positions from `position` on, and see them again."""
         cache = self.span.new_cache(self.part, record_past=True)
         self._step(cache, 0, self.inputs.seq_len)
         try:
@@ -122,7 +122,7 @@ class CacheProbe:
         return self._agrees(self._step(cache, position, self.inputs.seq_len), position, limit)
 
     def _agrees(self, got: Tensor, position: int, limit: float) -> bool:
-        """Whether `got` is right up to rounding, and clearly not what comes out when cached positions are ignored.
+        """True if `got` is right up to rounding, and is clearly not the result without the cached positions.
 
         Where these change nothing (experts without attention), both differ by how products of other rows add up.
         """
@@ -136,23 +136,23 @@ class CacheProbe:
 
     def _step(self, cache: SpanCache, start: int, end: int) -> Tensor:
         inputs = self.inputs.columns(start, end, start, self.span.traits)
-        output = self.span.run(inputs, self.part, cache)
+        output = self.span.run_blocks(inputs, self.part, cache)
         cache.advance(inputs.seq_len)
         return output
 
 
 @dataclass(frozen=True, eq=False)
 class Lengths:
-    """What makes a difference to some modules; see `BlockTraits`."""
+    """The lengths that make a difference to some modules; see `BlockTraits`."""
 
     borders: tuple[int, ...] = ()
     own_beyond: int | None = None
 
 
 def find_lengths(stack: nn.Module, positions: Tensor, run: Callable[[], object], longest: int) -> Lengths:
-    """The lengths at which what modules of the stack make of `positions` changes, up to `longest`.
+    """Find the lengths, up to `longest`, at which modules of the stack change what they compute from `positions`.
 
-    `run` is a forward with those positions, `[ROWS, seq]`. The modules keep what they keep of a call that long.
+    `run` is a forward with those positions, `[ROWS, seq]`. Afterwards, the modules keep the state of the longest call.
     """
     borders: set[int] = set()
     own: list[int] = []
@@ -196,7 +196,7 @@ class _Call:
         return self.near(length)
 
     def near(self, length: int) -> list[Tensor]:
-        """What the module gives for the first rows, in a call of that length."""
+        """The module's results for the first rows, in a call of that length."""
         far = self._positions.clone()
         far[-1] += length - far.shape[1]
 
@@ -211,7 +211,7 @@ class _Call:
 
 
 def _calls(stack: nn.Module, positions: Tensor, run: Callable[[], object]) -> list[_Call]:
-    """Modules without weights that are given the positions in such a forward."""
+    """Modules without weights that get the positions in such a forward."""
     found: list[_Call] = []
 
     def note(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -249,7 +249,7 @@ def skippable_sides(span: BlockSpan, inputs: BlockInputs) -> tuple[Side, ...]:
     if inputs.seq_len < 6 or span.traits.even_length < inf:  # the latter choose frequencies by the longest row
         return ()
     if any("Indexer" in type(module).__name__ for module in span.slots.modules()):
-        return ()  # they attend to the best keys, and which of equally good ones depends on the width of the batch
+        return ()  # they attend to the best keys; among equally good ones, the width of the batch decides
     parts = parts_of_each_kind(span)
     return tuple(side for side in SIDES if all(_makes_no_difference(span, part, inputs, side) for part in parts))
 
@@ -272,11 +272,11 @@ class _PaddedTexts:
         self.inputs = replace(inputs, attention_mask=mask.long(), position_ids=None)
         second = int(texts[1])
         self.columns = (length - second, length) if side == "left" else (0, second)
-        self.run: Callable[[BlockInputs], Tensor] = lambda inputs: span.run(inputs, part)
+        self.run: Callable[[BlockInputs], Tensor] = lambda inputs: span.run_blocks(inputs, part)
         self.traits = span.traits
 
     def are_the_same_alone(self) -> bool:
-        """Whether the two shorter texts come out as in the batch of three, up to rounding."""
+        """True if the two shorter texts come out as in the batch of three, up to rounding."""
         (first, end), axis = self.columns, self.traits.batch_axis
         whole = self.run(self.inputs)
         cut = self.inputs.rows(1, 3, self.traits).cut_to(first, end, self.traits)
@@ -290,14 +290,14 @@ class _PaddedTexts:
         return error <= STRICT * self._visible(whole) or error <= 4 * torch.finfo(want.dtype).eps * rms(want)
 
     def _visible(self, whole: Tensor) -> float:
-        """How much of a result comes from other positions."""
+        """The share of a result that comes from other positions."""
         last, axis = self.inputs.seq_len - 1, self.traits.batch_axis
         alone = self.inputs.rows(0, 1, self.traits).columns(last, last + 1, 0, self.traits)
         return rms(self.run(replace(alone, attention_mask=None)) - whole.narrow(axis, 0, 1).narrow(axis + 1, last, 1))
 
 
 def probe(span: BlockSpan) -> None:
-    """Run all probes; leaves what they found in `span`: its traits, and what its cache looks like.
+    """Run all probes, and put their results into `span`: its traits, its cache sizes, its kept state.
 
     Takes a forward of the span, and some of one block of each kind, over a few positions.
 
@@ -305,7 +305,7 @@ def probe(span: BlockSpan) -> None:
         UnsupportedModelError: the span can't be run, or the model can't be cut where it begins.
     """
     probe = _Probe(span)
-    # The memory of blocks that are offloaded holds now this block and now that one.
+    # The memory of offloaded blocks holds different blocks in turn.
     fresh = KeptState.everything(span.stack, () if span.offloaded is None else span.offloaded.tensors)
     try:
         with torch.no_grad():
@@ -316,19 +316,19 @@ def probe(span: BlockSpan) -> None:
             probe.find_forbidden_cuts()
             probe.find_lengths()
             span.kept_state.add(fresh.changed(span.stack))
-            if not span.hosted.role:  # what the encoder has at padding is what the decoder's mask must hide
+            if not span.hosted.role:  # a decoder's mask must hide the encoder's padding
                 probe.found(skips_padding=skippable_sides(span, probe.inputs()))
             if span.keeps_cache:
                 probe.find_cache_abilities()
             span.kept_state.add(fresh.changed(span.stack))
     except UnsupportedModelError:
         raise
-    except Exception as error:  # model code that misses what an earlier block would have left
+    except Exception as error:  # model code that lacks something from an earlier block
         raise UnsupportedModelError(f"blocks {span.span} can't run without the ones before them: {error!r}") from error
 
 
 class _Probe:
-    """The state of probing one span: its random inputs, and the traits found so far."""
+    """The probing of one span: its random inputs, and the traits found so far."""
 
     def __init__(self, span: BlockSpan) -> None:
         self.span = span
@@ -337,7 +337,7 @@ class _Probe:
         self.source = self._normal((BATCH, SOURCE_LEN, span.source_dim)) if span.source_dim else None
 
     def _take(self, seq: int) -> None:
-        """Probe with that many positions."""
+        """Use inputs of that many positions."""
         self.seq = seq
         self.embeds = self._normal((BATCH, seq, self.span.embedding_dim))
         self.ids = self._ids()
@@ -348,7 +348,7 @@ class _Probe:
         return self.span.traits
 
     def found(self, **traits: Any) -> None:
-        """Note a result; `BlockSpan.run` uses it from now on."""
+        """Note a result; `BlockSpan.run_blocks` uses it from now on."""
         self.span.traits = self.traits.model_copy(update=traits)
 
     def inputs(self) -> BlockInputs:
@@ -364,8 +364,8 @@ class _Probe:
     def find_conventions(self) -> None:
         """Find what blocks take and return: try until the model's own forward gets through the first hosted block.
 
-        Placeholders before that block have to return what the model's loop expects, which only a real block shows: a
-        wrong guess either fails, or arrives at the block with axes missing.
+        Placeholders before that block must return what the model's loop expects, and only a real block shows it. A
+        wrong guess either fails, or reaches the block with axes missing.
         """
         span, slots = self.span, self.span.slots
         failure: Exception | None = None
@@ -393,7 +393,7 @@ class _Probe:
         raise UnsupportedModelError(f"the model can't be cut before block {span.span.start}") from failure
 
     def _first_block_reads(self, extras: tuple[Any, ...]) -> bool:
-        """Whether it matters what else the block before the span would have returned."""
+        """True if other results of the block before the span change the first block's output."""
         slots = self.span.slots
         usual = self.span.first_block(self.inputs())[0]
         slots.extras = extras
@@ -439,7 +439,7 @@ class _Probe:
         return got is want if got is None or want is None else _same(got, want)
 
     def _run_with_ids(self, inputs: BlockInputs, part: Span) -> Tensor | None:
-        """The result when the model sees ids; None if it can't run that way."""
+        """The result if the model gets ids; None if it can't run that way."""
         usual_traits = self.traits
         self.found(extra_inputs=("input_ids",))
         try:
@@ -471,10 +471,10 @@ class _Probe:
                 continue
             while start > hosted.start and not self._reproduces(Span(start, block_idx + 1), entering):
                 start -= 1
-                while start in forbidden:  # which is known, so nothing is learned by beginning there
+                while start in forbidden:  # known already
                     start -= 1
             forbidden.update(range(start + 1, block_idx + 1))
-            if start == block_idx > hosted.start:  # before the first one, nothing was left that it could have read
+            if start == block_idx > hosted.start:  # the first block has no earlier block to read from
                 independent.add(kind)
         self.found(forbidden_cuts=tuple(sorted(forbidden)))
 
@@ -487,7 +487,7 @@ class _Probe:
             return False
 
     def find_lengths(self) -> None:
-        """Find the lengths of calls at which their positions are computed otherwise."""
+        """Find the lengths of calls at which their positions are computed in another way."""
         span = self.span
         if "position_ids" not in inspect.signature(span.stack.forward).parameters:
             return
@@ -505,9 +505,9 @@ class _Probe:
             self.found(length_borders=found.borders, own_length_beyond=found.own_beyond)
 
     def find_cache_abilities(self) -> None:
-        """Find whether a prompt may come in pieces, and whether the cache can forget its last positions.
+        """Find out if a prompt may come in pieces, and if the cache can forget its last positions.
 
-        Looked at one part between two possible cuts, and one of each kind: no residual of other blocks hides an error.
+        It runs one part between two possible cuts, of each kind, so that no residual of other blocks hides an error.
 
         Raises:
             UnsupportedModelError: not even single steps continue what the cache holds.
@@ -525,7 +525,7 @@ class _Probe:
         cache: SpanCache | None = None,
         observer: Observer | None = None,
     ) -> Tensor:
-        return self.span.run(inputs, part or self.span.span, cache, observer)
+        return self.span.run_blocks(inputs, part or self.span.span, cache, observer)
 
     def _normal(self, shape: tuple[int, ...]) -> Tensor:
         return torch.randn(shape, generator=self.random).to(self.span.device, self.span.dtype)
@@ -552,7 +552,7 @@ def _batch_axis(hidden: Tensor, seq: int) -> int | None:
 
 
 def _same(got: Tensor, want: Tensor) -> bool:
-    """Equal; on an accelerator, whose kernels may add up in any order, nearly so."""
+    """True if both are equal; on an accelerator, whose kernels may add up in any order, nearly equal."""
     if got.shape != want.shape:
         return False
     if got.device.type == "cpu":

@@ -1,12 +1,12 @@
-"""The traits of a model's blocks, found without its weights: on a copy of the model that is small and has random ones.
+"""The traits of a model's blocks, found without its weights: on a small copy of the model with random weights.
 
-A client computes them this way when it opens a model, so that it needs no server's word for them. The copy is of the
-same architecture with the same number of blocks, but narrow, with few heads, experts and words. What blocks take,
-return, need and can do follows from the code and from those settings that stay: kinds of layers, windows, rotations.
-So the probes find of the copy what a server finds of its blocks, every trait that `BlockTraits` has or gets.
+A client computes them when it opens a model, so that it need not trust any server. The copy has the same architecture
+with the same number of blocks, but is narrow, with few heads, experts and words. What blocks take, return, need and can
+do follows from the code and from settings that stay: kinds of layers, windows, rotations. So the probes find the same
+traits as a server finds on its blocks, every trait that `BlockTraits` has or will have.
 
-A config's numbers depend on each other in ways that only the model's code knows, so there are several ways to shrink
-it, tried one after the other until the copy runs. Called by `client/distributed_model`; knows no network.
+A config's numbers depend on each other in ways that only the model's code knows. So there are several ways to shrink
+it, tried until a copy runs. Called by `client/distributed_model`; knows no network.
 """
 
 import copy
@@ -26,7 +26,7 @@ from transformers import PreTrainedConfig
 
 from swarmllm.data_structures import BlockTraits, StackTraits
 from swarmllm.errors import UnsupportedModelError
-from swarmllm.models.architecture import Stack, blocks_class, sees, stacks, text_config
+from swarmllm.models.architecture import Stack, blocks_class, has_vision, stacks, text_config
 from swarmllm.models.checkpoint.checkpoint import Checkpoint
 from swarmllm.models.checkpoint.skeleton import on_meta, prune_to_span, pruned, with_random_weights
 from swarmllm.models.quantization import FULL_PRECISION
@@ -42,7 +42,7 @@ WIDTH, INNER_WIDTH, RANK, WORDS = 128, 64, 16, 256
 ALIGNED = 8
 """Widths are multiples of it: products of groups of experts want rows of 16 bytes."""
 NOISE = 0.05
-"""Added to what transformers initializes, so that no part does nothing, as a gate or a bias of zeros would."""
+"""Noise added to transformers' initial weights, so that no gate or bias of zeros disables a part."""
 
 _MAIN_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "decoder_attention_heads", "attention_heads")
 _INNER = re.compile(r"(.*_)?(intermediate_size(_mlp)?|ffn_dim|ffn_hidden_size|n_inner|dff|dim_ff|d_ff)")
@@ -56,25 +56,25 @@ _GROUPS = ("n_group", "num_expert_group")
 _WORDS = re.compile(r"(.*_)?vocab_size(_per_layer_input|_base)?")
 _RANK = re.compile(r"(q|kv|o)_lora_rank|adapter_rank|laurel_rank|hidden_size_per_layer_input|(mamba_)?dt_rank|"
                    r"time_step_rank|(mamba_d_|ssm_)?state(_size)?|(mamba_)?chunk_size")  # fmt: skip
-"""Ranks, states, and chunks of recurrences, of which the probes' few positions fill one."""
+"""Ranks, states, and chunks of recurrences: the few positions of the probes fill one chunk."""
 
 
 MOST_KNOWN = 256
-"""Stacks of models whose traits are kept in memory."""
+"""Number of stacks whose traits are kept in memory."""
 _known: dict[Any, BlockTraits] = {}
 
 
 @dataclass(frozen=True)
 class _Shrink:
-    """One way to make the numbers of a config smaller; bounds that are None are divided by the factor, too."""
+    """One way to make the numbers of a config smaller. Bounds that are None are divided by the factor, too."""
 
     factor: int
     width: int | None = None
     inner: int | None = None
-    """Bound of the width inside feed-forward parts. Recurrent models derive it from the other one."""
+    """Bound of the inner width of feed-forward modules. Recurrent models derive it from the other width."""
 
     def number(self, name: str, number: int) -> int:
-        """The number in place of this one, which the config has under that name."""
+        """The new value of the number that the config has under that name."""
         if isinstance(number, bool) or number <= 0:
             return number
         if _HEADS.fullmatch(name):
@@ -91,10 +91,10 @@ class _Shrink:
 
 
 def traits_of(checkpoint: Checkpoint, directory: Path | None = None) -> BlockTraits | None:
-    """The traits of all blocks of the checkpoint; None: no copy of this model runs. Results are kept in `directory`.
+    """The traits of all blocks of the checkpoint; None if no copy of this model runs. Results are kept in `directory`.
 
-    Reads no weights but, where the config has no dtype, the header of a file. Takes some tenths of a second the first
-    time, and `MOST_BYTES` of memory at most.
+    It reads no weights; if the config has no dtype, it reads the header of a file. It takes some tenths of a second the
+    first time, and at most `MOST_BYTES` of memory.
     """
     try:
         found = [_traits_of_stack(checkpoint, stack, directory) for stack in stacks(checkpoint.config)]
@@ -137,12 +137,12 @@ def _probed_copy(checkpoint: Checkpoint, stack: Stack, dtype: torch.dtype) -> Bl
         try:
             blocks = _random_blocks(config, stack, dtype)
             probe(blocks)
-        except Exception as error:  # model code, for sizes that nobody has thought of: try others
+        except Exception as error:  # model code with unforeseen sizes: try others
             logger.debug("a copy of %s doesn't run", checkpoint.name, exc_info=error)
             failure = failure or error
             continue
         return blocks
-    raise UnsupportedModelError(f"what its blocks need can't be seen on a small copy of it: {failure!r}") from failure
+    raise UnsupportedModelError(f"the needs of its blocks can't be seen on a small copy: {failure!r}") from failure
 
 
 def _random_blocks(config: PreTrainedConfig, stack: Stack, dtype: torch.dtype) -> BlockSpan:
@@ -161,10 +161,10 @@ def _random_blocks(config: PreTrainedConfig, stack: Stack, dtype: torch.dtype) -
 
 
 def _copies(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
-    """Smaller configs, each in another way; at last the config itself, in case that it is a tiny model's."""
+    """Smaller configs, each in another way; the last is the config itself, which may be a tiny model's."""
     text = text_config(config)
     name = next((name for name in config.sub_configs if getattr(config, name, None) is text), None)
-    alone = name is not None and sees(config)  # its tower isn't needed, and has numbers of its own
+    alone = name is not None and has_vision(config)  # its tower isn't needed, and has numbers of its own
     for shrink in _ways(text.to_dict()):
         with suppress(Exception):  # the config's own checks of its numbers
             if not alone:
@@ -177,7 +177,8 @@ def _copies(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 
 
 def _ways(fields: Mapping[str, Any]) -> Iterator[_Shrink]:
-    """First those that keep the size of a head. Where that has no good divisor, the width is free of it, mostly."""
+    """First the ways that keep the size of a head. If that has no good divisor, the width mostly doesn't depend on
+    it."""
     kinds = itertools.product((False, True), (ALIGNED, 1), (2, 4, 1))
     factors = [_factor(fields, heads, multiple, to_one=to_one) for to_one, multiple, heads in kinds]
     for factor in dict.fromkeys(factors):
@@ -191,7 +192,7 @@ def _heads(fields: Mapping[str, Any]) -> int:
 
 
 def _factor(fields: Mapping[str, Any], least_heads: int, multiple: int, *, to_one: bool) -> int:
-    """The largest number by which numbers of heads can be divided, and widths, to multiples of something.
+    """The largest divisor of the numbers of heads and of the widths that leaves multiples of something.
 
     `to_one`: smaller numbers of other heads may become 1.
     """

@@ -26,7 +26,7 @@ from swarmllm.models.boundary.phantom_cache import PhantomCache
 from swarmllm.models.span.page_pool import PAGE_TOKENS, PagedLayer, PagePool, PageTable, SharedPage
 
 CHUNK_TOKENS = 128
-"""Assumed: bounds the room for growth of a session to 127 tokens, and copies a long context every 128th step only."""
+"""Assumed: a session has room for at most 127 more tokens, and copies a long context at every 128th step only."""
 
 
 class BufferedCacheLayer(DynamicLayer):
@@ -90,7 +90,7 @@ def _append(buffer: Tensor | None, new: Tensor, start: int, end: int) -> tuple[T
 
 @dataclass(frozen=True)
 class CacheSizes:
-    """What hosted blocks keep of a session; probes find it out."""
+    """Sizes of what hosted blocks keep of a session; the probes find them."""
 
     key_value_shapes: dict[int, tuple[tuple[int, int], tuple[int, int]]] = field(default_factory=dict)
     """(heads, head size) of keys and of values, for the blocks that can have a prefix."""
@@ -108,7 +108,7 @@ class RollbackUnsupportedError(ValueError):
 
 
 class SpanCache(PhantomCache):
-    """What a server keeps of one session."""
+    """The cache that a server keeps for one session."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class SpanCache(PhantomCache):
         """
         super().__init__(config, real=[block_idx - first for block_idx in span])
         self.table = None if pool is None else PageTable(pool)
-        """Where its keys and values are, if they are in pages."""
+        """The pages of its keys and values, if they are in pages."""
         for block_idx in span:
             layer = self.layers[block_idx - first]
             if self.table is not None:
@@ -137,7 +137,7 @@ class SpanCache(PhantomCache):
         self.cross = DynamicCache() if has_source else None
         """Keys and values of the encoder's outputs, which never grow."""
         self.source: dict[str, Tensor] = {}
-        """Those outputs and their mask, which came with the first call."""
+        """The encoder's outputs and their mask, which came with the first call."""
         self._config = config
         self._length = self.num_prefix = 0
         self._records_past = False
@@ -150,11 +150,12 @@ class SpanCache(PhantomCache):
 
     @property
     def position(self) -> int:
-        """Positions of text: what sessions count."""
+        """Positions of the text; sessions count these."""
         return self._length - self.num_prefix
 
     def begin_with(self, prefix: Mapping[int, tuple[Tensor, Tensor]], batch_size: int) -> None:
-        """Begin with keys and values `[heads, prefix, head]` by block, the same for all rows; before the first step.
+        """Begin with keys and values `[heads, prefix, head]` by block, the same for all rows; called before the first
+        step.
 
         Gradients flow to them, if the cache serves one forward only.
         """
@@ -179,7 +180,7 @@ class SpanCache(PhantomCache):
             self.table.advance(num_tokens)
 
     def record_past(self) -> None:
-        """Have sliding and convolutional layers keep what a rollback may need, from now on."""
+        """Let sliding and convolutional layers keep what a rollback may need, from now on."""
         self._records_past = True
         for layer in self._hosted_layers():
             if hasattr(layer, "activate_past_recording"):
@@ -187,7 +188,7 @@ class SpanCache(PhantomCache):
 
     @torch.inference_mode()
     def rollback(self, position: int) -> None:
-        """Forget everything from `position` of the text on; with all of the text, the prefix goes as well.
+        """Forget everything from `position` of the text on; if nothing of the text is left, forget the prefix, too.
 
         Raises:
             RollbackUnsupportedError: some layer can't; nothing has been changed then.
@@ -227,13 +228,13 @@ class SpanCache(PhantomCache):
         self.source = {name: tensor.index_select(0, order.to(tensor.device)) for name, tensor in self.source.items()}
 
     def source_of(self, given: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """What the blocks attend to besides the text: that of the first call, which is kept for the later ones."""
+        """The encoder's outputs that the blocks attend to: those of the first call, kept for the later ones."""
         if not self.source:
             self.source = dict(given)
         return self.source
 
     def keep_state(self) -> Callable[[], None]:
-        """Returns what brings the cache back to where it is now, after a step that failed somewhere in the middle."""
+        """Returns a function that restores the cache's present state, after a step that failed in the middle."""
         if self.table is not None:
             return self.table.forget_step
         layers = [(layer, _state_of(layer)) for layer in self._hosted_layers()]
@@ -247,7 +248,7 @@ class SpanCache(PhantomCache):
 
     @property
     def is_pageable(self) -> bool:
-        """Whether the cache holds nothing but keys and values of all positions: what `page` and `append_page` need."""
+        """True if the cache holds only keys and values of all positions, as `page` and `append_page` need it."""
         if self.table is not None:
             return True
         return self.cross is None and all(type(layer) is BufferedCacheLayer for layer in self._hosted_layers())
@@ -263,7 +264,7 @@ class SpanCache(PhantomCache):
 
     @torch.inference_mode()
     def append_page(self, page: SharedPage | Sequence[tuple[Tensor, Tensor] | None], skipped: int = 0) -> None:
-        """Append what `page` gave, from its position `skipped` on."""
+        """Append a result of `page`, from its position `skipped` on."""
         if isinstance(page, SharedPage):
             assert self.table is not None
             self.table.append_shared(page)
@@ -283,12 +284,12 @@ class SpanCache(PhantomCache):
 
     @property
     def records_past(self) -> bool:
-        """Whether `record_past` was asked for."""
+        """True if `record_past` was called."""
         return self._records_past
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether some hosted block keeps a state instead of (or besides) keys and values."""
+        """True if some hosted block keeps a state instead of (or besides) keys and values."""
         return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self._hosted_layers())
 
     @property
@@ -302,7 +303,8 @@ class SpanCache(PhantomCache):
         return own + self.cross_bytes + of_source
 
     def used_bytes(self) -> tuple[int, int]:
-        """Memory that the positions seen so far fill, without room for growth: (what grows with them, what doesn't)."""
+        """Memory of the positions seen so far, without room for growth: (bytes that grow with them, bytes that
+        don't)."""
         growing = fixed = 0
         for name, tensor in self._tensors():
             if name.endswith("_states"):
@@ -315,7 +317,7 @@ class SpanCache(PhantomCache):
         return [self.layers[block_idx - self._first] for block_idx in self.span]
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(attribute, tensor) of all hosted layers; attributes with several states come once for each."""
+        """(attribute, tensor) of all hosted layers; an attribute with several states comes once for each."""
         for layer in self._hosted_layers():
             for name, value in vars(layer).items():
                 for tensor in value.values() if isinstance(value, dict) else (value,):
@@ -324,7 +326,7 @@ class SpanCache(PhantomCache):
 
 
 def can_be_paged(layer: Any) -> bool:
-    """Whether keys and values of such a layer can be kept in pages."""
+    """True if keys and values of such a layer can be kept in pages."""
     return type(layer) in (DynamicLayer, BufferedCacheLayer, DynamicSlidingWindowLayer, PagedLayer)
 
 
@@ -343,7 +345,7 @@ def _state_of(layer: Any) -> dict[str, Any]:
 
 
 def _check_rollback(layer: Any, length: int, surplus: int) -> None:
-    """Whether `layer`, which has seen `length` positions, can forget the last `surplus` and go on exactly."""
+    """Check that `layer`, which has seen `length` positions, can forget the last `surplus` and go on exactly."""
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         if any(layer.is_recurrent_states_initialized.values()):
             raise RollbackUnsupportedError("recurrent states can't be rolled back")

@@ -19,15 +19,16 @@ from swarmllm.models.quantization import QuantizedWeight
 from swarmllm.models.span.block_span import BlockSpan
 
 STRICT = 1e-3
-"""Measured: error relative to ignoring the past; right code is below 1e-5 in float32, wrong code above 1e-2."""
+"""Largest error, relative to the error of ignoring the past. Measured: right code is below 1e-5 in float32, wrong code
+above 1e-2."""
 LENIENT = 0.25
-"""The same for short floats, and where transformers' own steps and whole prompts differ a little (bamba)."""
+"""The same limit for short floats, and where transformers' own steps and whole prompts differ a little (bamba)."""
 SOURCE_LEN = 7
-"""Positions of what a decoder with an encoder attends to; unlikely to be the size of other axes."""
+"""Positions of an encoder's outputs; unlikely to be the size of other axes."""
 
 
 def random_inputs(blocks: BlockSpan, seq_len: int, batch_size: int = 1) -> BlockInputs:
-    """Random inputs `[batch_size, seq_len, …]` in the form that these blocks take; longer where they pad a text."""
+    """Random inputs `[batch_size, seq_len, …]` in the form that these blocks take; longer if they pad a text."""
     random = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -56,13 +57,13 @@ def rms(tensor: Tensor) -> float:
 
 @contextmanager
 def in_float32(span: BlockSpan, part: Span) -> Iterator[None]:
-    """Run the blocks of `part` in float32 meanwhile; their own tensors come back unchanged."""
+    """Within: the blocks of `part` compute in float32. Their own tensors come back unchanged."""
     blocks = [span.slots.block(block_idx) for block_idx in part]
     tensors = [
         tensor
         for block in blocks
         for tensor in (*block.parameters(), *block.buffers())
-        if tensor.is_floating_point() and tensor.itemsize > 1  # codes and scales of 8 bits are what they are
+        if tensor.is_floating_point() and tensor.itemsize > 1  # not codes and scales of 8 bits
     ]
     originals = [tensor.data for tensor in tensors]
     packed = [module for block in blocks for module in block.modules() if isinstance(module, QuantizedWeight)]
@@ -71,7 +72,7 @@ def in_float32(span: BlockSpan, part: Span) -> Iterator[None]:
         for tensor in tensors:
             tensor.data = tensor.data.float()
         for weight in packed:
-            weight.stand_for(torch.float32)  # or experts would round what they are given
+            weight.stand_for(torch.float32)  # or experts would round their inputs
         yield
     finally:
         for tensor, original in zip(tensors, originals, strict=True):
@@ -81,7 +82,7 @@ def in_float32(span: BlockSpan, part: Span) -> Iterator[None]:
 
 
 def parts_of_each_kind(span: BlockSpan) -> list[Span]:
-    """The smallest parts that can be cut off on both sides, one for each kind of code that they run."""
+    """The smallest parts that can be cut off on both sides, one for each kind of code."""
     hosted = span.span
     bounds = [idx for idx in (*hosted, hosted.end) if idx not in span.traits.forbidden_cuts]
     parts = itertools.starmap(Span, itertools.pairwise(bounds))
@@ -90,17 +91,17 @@ def parts_of_each_kind(span: BlockSpan) -> list[Span]:
 
 
 def _classes(span: BlockSpan, part: Span, caches: Sequence[Any]) -> tuple[str, ...]:
-    """The kinds of modules and of caches."""
+    """The classes of modules and of cache layers."""
     of_part = (caches[block_idx - span.slots.first] for block_idx in part if caches)
     modules = (module for block_idx in part for module in span.slots.block(block_idx).modules())
     return tuple(type(one).__name__ for one in (*of_part, *modules))
 
 
 def kind_of(span: BlockSpan, block_idx: int) -> object:
-    """Equal for blocks that differ by their weights only: the same modules with the same settings.
+    """A key that is equal for blocks that differ by their weights only: the same modules with the same settings.
 
-    What the model's code makes of a block's number shows in those, or in lists of the config that have an entry for
-    each block (`layer_types`).
+    If the model's code depends on a block's number, it shows in these settings, or in lists of the config that have an
+    entry for each block (`layer_types`).
     """
     config = text_config(span.stack.config).to_dict()
     num_blocks, place = len(span.slots), block_idx - span.slots.first

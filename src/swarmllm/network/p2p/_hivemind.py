@@ -1,10 +1,10 @@
-"""The one place that imports hivemind, and only the parts that are used.
+"""The one place that imports hivemind, and only the modules that are needed.
 
-`import hivemind` also loads its averaging, optimizer and mixture-of-experts code, with SciPy, and warns of what torch
-deprecates: 0.46 s of processor time at each start of a command, against 0.06 s for the parts below (2026-11-25, one
-kind of machine, an AMD EPYC). A later import wouldn't help: Python runs the package's `__init__` before any part of it.
-So they are imported without running the package's `__init__`, which runs when somebody else in this process asks the
-package for a name that only it provides.
+`import hivemind` also loads its averaging, optimizer and mixture-of-experts code, with SciPy, and prints torch's
+deprecation warnings. That takes 0.46 s of processor time at each start of a command, the modules below 0.06 s
+(2026-11-25, one kind of machine, an AMD EPYC). Importing later wouldn't help, because Python runs a package's
+`__init__` before any of its modules. So the modules are imported without running the package's `__init__`. It runs
+later, if other code in this process asks the package for a name that only `__init__` provides.
 """
 
 # mypy: disable-error-code="import-untyped"
@@ -47,7 +47,7 @@ logging.addLevelName(logging.WARNING, "WARNING")  # hivemind renames the level f
 
 
 def p2pd_path() -> Path:
-    """The daemon's program, which comes with hivemind."""
+    """Path of the daemon's program, which comes with hivemind."""
     return Path(*hivemind_cli.__path__) / "p2pd"
 
 

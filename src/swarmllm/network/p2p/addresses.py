@@ -1,6 +1,6 @@
-"""Multiaddresses as text: which others may be told, which of others make sense, and which can be listened on.
+"""Multiaddresses as text: which to announce, which to believe, and which can be listened on.
 
-Used by `p2p/daemon` and `p2p/peer`. Addresses through relays are the matter of `relay/messages`.
+Used by `p2p/daemon` and `p2p/peer`. `relay/messages` handles addresses through relays.
 """
 
 import ipaddress
@@ -19,16 +19,13 @@ logger = logging.getLogger(__name__)
 
 MAX_ADDR_LENGTH = 256
 MAX_ADDRS_LENGTH = 2048
-"""Characters of all addresses together: a quarter of a record."""
+"""Most characters of all addresses together: a quarter of a record."""
 DOCKER_NETWORKS = ipaddress.ip_network("172.16.0.0/12")
-"""Addresses from which Docker takes its networks first. A home or an office seldom does."""
+"""Docker takes its networks from these addresses first. A home or an office seldom does."""
 
 
 def pack_addrs(addrs: Iterable[str]) -> list[bytes]:
-    """The addresses that make sense, as the daemon wants them: direct ones, and those through relays.
-
-    They come from other peers.
-    """
+    """Encode other peers' addresses for the daemon, direct ones and those through relays. Skips nonsense."""
     packed = []
     for addr in addrs:
         try:
@@ -39,9 +36,9 @@ def pack_addrs(addrs: Iterable[str]) -> list[bytes]:
 
 
 def best_addrs(addrs: Iterable[str]) -> tuple[str, ...]:
-    """The addresses that a server may announce: those first by which most others reach it.
+    """The addresses that a server may announce. Those that reach it from most places come first.
 
-    A host with containers or virtual machines has an address in each of their networks, where nobody else is.
+    A host with containers or virtual machines has an address in each of their networks, where no other peer is.
     """
     found, length = [], 0
     for addr in sorted(addrs, key=_reach):
@@ -57,17 +54,17 @@ def is_loopback(addr: str) -> bool:
 
 
 def _reach(addr: str) -> int:
-    """Smaller for addresses by which more others reach a peer.
+    """Rank an address; smaller means that it is reachable from more places.
 
     -1 through a relay, 0 from everywhere, 1 from the own network, 2 (perhaps) from containers, 3 from this machine, 4
-    hardly at all.
+    from almost nowhere.
     """
     if is_circuit(addr):
         return -1
     try:
         ip = ipaddress.ip_address(addr.split("/")[2])
     except (IndexError, ValueError):
-        return 0  # a name: somebody has given it
+        return 0  # a host name, so somebody chose it
     if ip.is_loopback:
         return 3
     if ip.is_link_local:
@@ -78,22 +75,20 @@ def _reach(addr: str) -> int:
 
 
 def check_tcp_maddr(maddr: str, *, announced: bool = False) -> None:
-    """Raises ConfigurationError unless this is an address of TCP; one that is announced must name its port."""
+    """Raise ConfigurationError unless this is a TCP address. An announced one must name its port."""
     try:
         parsed = Multiaddr(maddr)
         is_tcp = "tcp" in parsed and "udp" not in parsed
     except ValueError as error:
         raise ConfigurationError(f"the address {maddr!r} is wrong: {error}") from None
-    if not is_tcp:  # libp2p would prefer QUIC where both are offered; it measured slower
+    if not is_tcp:  # libp2p would prefer QUIC if both are offered; it measured slower
         raise ConfigurationError(f"the address {maddr!r} must be one of TCP, like /ip4/0.0.0.0/tcp/31337")
     if announced and parsed["tcp"] == "0":
-        raise ConfigurationError(
-            f"the address {maddr!r} is to be announced, so it needs a port other than 0: port 0 is none"
-        )
+        raise ConfigurationError(f"the address {maddr!r} is to be announced, so its port can't be 0")
 
 
 def check_port_is_free(maddr: str) -> None:
-    """Raises ConfigurationError if something listens there: p2pd would start, and share the port by SO_REUSEPORT."""
+    """Raise ConfigurationError if the port is taken. p2pd would start, and share the port by SO_REUSEPORT."""
     parts = maddr.split("/")
     family = {"ip4": socket.AF_INET, "ip6": socket.AF_INET6}.get(parts[1])
     if family is None or parts[3:4] != ["tcp"] or parts[4] == "0":
@@ -107,10 +102,10 @@ def check_port_is_free(maddr: str) -> None:
 
 
 def split_initial_peer(maddr: str) -> tuple[str, str]:
-    """The peer id and the address of an initial peer.
+    """Split an initial peer's multiaddress into peer id and address.
 
     Raises:
-        ConfigurationError: it is none.
+        ConfigurationError: it is not such an address.
     """
     require_address(maddr)
     addr, _, peer_id = maddr.partition("/p2p/")
@@ -126,7 +121,7 @@ def split_initial_peer(maddr: str) -> tuple[str, str]:
 def check_addresses(
     initial_peers: Sequence[str], host_maddrs: Sequence[str], announce_maddrs: Sequence[str], *, listens: bool
 ) -> None:
-    """Raises ConfigurationError if one of them won't do."""
+    """Raise ConfigurationError if one of them is unusable."""
     for maddr in initial_peers:
         split_initial_peer(maddr)
     for maddr in host_maddrs:

@@ -1,9 +1,9 @@
-"""The swarm's records in the DHT: who serves which blocks, written by servers and read by clients.
+"""The swarm's records in the DHT: which server serves which blocks. Servers write them, clients read them.
 
-One key per checkpoint holds its servers, one key for the whole swarm says which checkpoints there are; under both, each
-server has its own record, found by its peer id. A private swarm has keys of its own instead of both: they look as if
-they were of checkpoints that nobody knows. `p2p/records` says what the DHT accepts; whatever it
-returns is checked here once more, field by field.
+One key per checkpoint holds its servers. One key for the whole swarm holds the register of checkpoints. Each server has
+its own record under both, found by its peer id. A private swarm has keys of its own instead. They look like keys of
+unknown checkpoints. `p2p/records` decides what the DHT accepts. Everything read from it is checked again here, field by
+field.
 """
 
 import asyncio
@@ -26,36 +26,36 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_TTL_S = 60.0
 WITHDRAWN = ""
-"""Text of a record that says: nothing here any more. The DHT knows no deletion."""
+"""Text of a withdrawn record. The DHT knows no deletion."""
 SUPERSEDE_S = 0.01
-"""A record replaces an earlier one only if it expires later; by this much where nothing else makes it."""
+"""A record must expire later than the one that it replaces, by at least this much."""
 VALUE_OVERHEAD_BYTES = 256
-"""Room for a value's key name, msgpack and signature beside its text."""
+"""Room for a value's key name, msgpack and signature besides its text."""
 
 RECORDS_PER_TURN = 32
-"""Taken apart in one turn of the event loop, which others share; each takes some hundredths of a millisecond."""
+"""Records parsed in one turn of the event loop. Each takes some hundredths of a millisecond."""
 
 PeerRecord = TypeVar("PeerRecord", bound=PeerModel)
 
 
 def servers_key(fingerprint: str, swarm_name: str | None = None) -> str:
-    """Name of the key that holds the servers of a checkpoint, in the public swarm or a private one of this name."""
+    """Name of the key for the servers of a checkpoint, in the public swarm or a private one of this name."""
     return f"{SERVERS_PREFIX}{fingerprint if swarm_name is None else _private(swarm_name, fingerprint)}"
 
 
 def models_key(swarm_name: str | None = None) -> str:
-    """Name of the key that holds the register of checkpoints, likewise."""
+    """Name of the key for the register of checkpoints, in the public swarm or a private one."""
     return MODELS_KEY if swarm_name is None else f"{SERVERS_PREFIX}{_private(swarm_name, 'register')}"
 
 
 def _private(swarm_name: str, what: str) -> str:
-    """A key from which nobody learns the swarm's name, or finds its other keys."""
+    """A key that reveals neither the swarm's name nor its other keys."""
     secret = hashlib.blake2b(swarm_name.encode()).digest()
     return hashlib.blake2b(what.encode(), key=secret, digest_size=32, person=b"swarmllm.v1").hexdigest()
 
 
 class BlockDirectory:
-    """The DHT as servers and clients see it: those of the private swarm of that name, or of the public one."""
+    """The DHT as servers and clients use it, for the public swarm or a private one of this name."""
 
     def __init__(self, peer: "Peer", swarm_name: str | None = None, *, clock: Callable[[], float] = time.time) -> None:
         self._peer = peer
@@ -63,10 +63,10 @@ class BlockDirectory:
         self._clock = clock
         self._last_expiration = 0.0
         self.num_bad_records = 0
-        """Records that were skipped since the start because they make no sense."""
+        """Records skipped since the start because they make no sense."""
 
     async def announce(self, record: ModelRecord, info: ServerInfo, ttl_s: float = DEFAULT_TTL_S) -> bool:
-        """Say what this server serves, until `ttl_s` from now. True if some node keeps it.
+        """Announce this server's blocks until `ttl_s` from now. True if some node keeps the record.
 
         Raises:
             PeerUnreachableError: this peer is closed, or its daemon died.
@@ -79,13 +79,13 @@ class BlockDirectory:
         return await self._store(record, texts, self._clock() + ttl_s)
 
     async def withdraw(self, record: ModelRecord) -> bool:
-        """Take back what was announced. True if some node heard of it."""
+        """Withdraw the announcement. True if some node was told."""
         if not self._last_expiration:
             return True
         return await self._store(record, (WITHDRAWN, WITHDRAWN), self._clock())
 
     async def servers(self, fingerprint: str) -> tuple[ServerInfo, ...]:
-        """The servers of a checkpoint, in the order of their peer ids.
+        """The servers of a checkpoint, sorted by peer id.
 
         Raises:
             PeerUnreachableError: this peer is closed, or its daemon died.
@@ -104,7 +104,7 @@ class BlockDirectory:
         return await self._read(models_key(self._swarm_name), ModelRecord)
 
     async def _store(self, record: ModelRecord, said: tuple[str, str], expiration: float) -> bool:
-        """Under the key of the checkpoint's servers, and in the register."""
+        """Store texts under the key of the checkpoint's servers and in the register."""
         keys = (servers_key(record.fingerprint, self._swarm_name), models_key(self._swarm_name))
         texts = dict(zip(keys, said, strict=True))
         if max(len(text.encode()) for text in said) > MAX_VALUE_BYTES - VALUE_OVERHEAD_BYTES:

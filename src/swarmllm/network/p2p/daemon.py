@@ -1,12 +1,12 @@
-"""The libp2p daemon of this process, p2pd: starting it, asking it things, ending it.
+"""The libp2p daemon of this process, p2pd: start it, call it, end it.
 
-It is started here, and hivemind attaches itself to it with one connection for the DHT's calls; each stream to another
-peer is a connection of its own. It has a session of its own, so that what a terminal sends to its foreground processes
-(Ctrl-C, Ctrl-\\, a hang-up) ends this process in its own way, and not the daemon under its feet. And it dies with this
-process, however that ends, because hivemind's connection ends then: measured, within 1 ms of a SIGKILL.
+hivemind attaches itself to the daemon with one connection for the DHT's calls. Each stream to another peer is a
+connection of its own. The daemon runs in its own process session, so that Ctrl-C, Ctrl-\\ or a hang-up of the terminal
+ends this process in order, and not the daemon under it. It dies with this process, however that ends, because
+hivemind's connection ends then (measured: within 1 ms of a SIGKILL).
 
-A thread waits for its end. Event loops learn of it by SIGCHLD, and only as long as nobody else in the process handles
-that signal: torch's DataLoader does, from its first worker on.
+A thread waits for the daemon's end. Event loops learn of it by SIGCHLD, but only while no other code in the process
+handles that signal, and torch's DataLoader does from its first worker on.
 """
 
 import asyncio
@@ -40,30 +40,31 @@ from swarmllm.network.relay.messages import came_from
 logger = logging.getLogger(__name__)
 
 STARTUP_TIMEOUT_S = 60.0
-"""p2pd starts in a tenth of a second; as a polite process beside many busy ones it took more than 15 s (load 25)."""
+"""Longest start of p2pd. It takes a tenth of a second; at low priority on a busy machine (load 25) more than 15 s."""
 EXIT_TIMEOUT_S = 2.0
-"""p2pd exits in about 10 ms; one that is stopped (SIGSTOP) has to be killed."""
+"""Longest end of p2pd. It takes about 10 ms; a stopped one (SIGSTOP) must be killed."""
 UNIX_PATH_LENGTH = 90
 """Most systems allow 104 to 108 bytes for a socket's path."""
 READY = "Peer ID:"
-"""Begins the line that p2pd says when it can be asked things."""
+"""The beginning of the line that p2pd prints when it is ready."""
 ATTACH_TIMEOUT_S = 30
-"""p2pd ends itself if nobody attaches himself to it in this time."""
+"""p2pd ends itself if nobody attaches to it in this time."""
 LINE_BYTES = 1 << 20
-"""Longest line that it may say."""
+"""Longest line that it may print."""
 MAX_CONNECTIONS = 4096
-"""Connections with other peers. Beyond, p2pd closes those used least, whatever they carry; its own limit is 512."""
+"""Most connections with other peers. p2pd closes the least used ones beyond, whatever they carry; its own limit is
+512."""
 CALL_BYTES = 4 << 20
-"""Most that one call of the DHT may carry: hivemind's default."""
+"""Most bytes of one DHT call: hivemind's default."""
 STREAM_BUFFER_BYTES = 64 << 10
-"""A stream isn't read on while twice as much waits; asyncio's default."""
+"""Reading pauses while twice as much waits: asyncio's default."""
 
 DIALLED = re.compile(r"\* \[(\S+)\] (?:dial \S+ \S+: (?:connect: )?)?(.+?)(?= \* \[|$)")
-"""p2pd's words about each address: `* [/ip4/…/tcp/…] dial tcp4 …: connect: connection refused`."""
+"""p2pd's message about each address: `* [/ip4/…/tcp/…] dial tcp4 …: connect: connection refused`."""
 BACKOFF = "dial backoff"
-"""Its words for an address that it doesn't dial now, as that failed some seconds ago."""
+"""Its message for an address that failed some seconds ago and isn't dialled now."""
 FAILED_BEFORE = "failed a moment ago"
-"""Ours."""
+"""Our message for it."""
 
 
 class Daemon:
@@ -74,7 +75,7 @@ class Daemon:
         """hivemind's P2P, for its DHT."""
         self._private = private
         self.directory = private.path
-        """Private to this user, removed by `end`."""
+        """A directory private to this user. `end` removes it."""
         self._process = process
         self._socket = self.directory / "p2pd.sock"
         self._output = asyncio.StreamReader(limit=LINE_BYTES)
@@ -131,7 +132,7 @@ class Daemon:
                 break
             last_words = line
         else:
-            raise ConfigurationError(f"p2pd does not start with these settings: {last_words or 'it said nothing'}")
+            raise ConfigurationError(f"p2pd does not start with these settings: {last_words or 'it printed nothing'}")
         self._logging = asyncio.create_task(self._log(), name="log of p2pd")
         try:
             self.p2p = await P2P.replicate(Multiaddr(f"/unix{self._socket}"))
@@ -140,7 +141,7 @@ class Daemon:
         self.p2p._client.control.persistent_conn_max_msg_size = CALL_BYTES
 
     def _wait(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Run by a thread."""
+        """Runs in a thread."""
         self._process.wait()
         with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(self._exited.set)
@@ -155,7 +156,7 @@ class Daemon:
 
     @property
     def addrs(self) -> tuple[str, ...]:
-        """Addresses of this daemon, without the `/p2p/...` part; as many as fit a record, the best ones first."""
+        """Addresses of this daemon, without the `/p2p/...` end, the best ones first. As many as fit a record."""
         return best_addrs(str(maddr) for maddr in self.p2p._visible_maddrs)
 
     @property
@@ -171,7 +172,7 @@ class Daemon:
         await self._exited.wait()
 
     async def connect(self, peer: bytes, addrs: Sequence[bytes]) -> None:
-        """Dial a peer at these addresses; nothing happens if there is a connection already.
+        """Dial a peer at these addresses. Does nothing if there is a connection already.
 
         Raises:
             P2PDaemonError: it can't be reached.
@@ -191,7 +192,7 @@ class Daemon:
         writer.close()
 
     async def read_addrs(self) -> None:
-        """Ask the daemon anew for its addresses: they change with networks, and when a router has mapped a port.
+        """Ask the daemon for its addresses again. They change with networks, and when a router has mapped a port.
 
         Raises as `connect` does.
         """
@@ -202,14 +203,14 @@ class Daemon:
     async def open_stream(
         self, peer: bytes, protocol: str, buffer_bytes: int = STREAM_BUFFER_BYTES
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A new stream to a peer. Raises as `connect` does."""
+        """Open a stream to a peer. Raises as `connect` does."""
         reader, writer, _ = await self.open_stream_told(peer, protocol, buffer_bytes)
         return reader, writer
 
     async def open_stream_told(
         self, peer: bytes, protocol: str, buffer_bytes: int = STREAM_BUFFER_BYTES
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, bytes]:
-        """A new stream to a peer, and the address at its other end. Raises as `connect` does."""
+        """Open a stream to a peer; also return the address at its other end. Raises as `connect` does."""
         request = p2pd_pb2.Request(
             type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=p2pd_pb2.StreamOpenRequest(peer=peer, proto=[protocol])
         )
@@ -230,9 +231,9 @@ class Daemon:
     async def _ask(
         self, request: Any, buffer_bytes: int = STREAM_BUFFER_BYTES
     ) -> tuple[Any, asyncio.StreamReader, asyncio.StreamWriter]:
-        """Put a request on a new connection, which is returned with the answer if that is OK.
+        """Send a request on a new connection. Returns the connection and the answer if it is OK.
 
-        hivemind's own functions for that leave the connection open when they fail or are cancelled.
+        hivemind's own functions leave the connection open when they fail or are cancelled.
         """
         try:
             reader, writer = await asyncio.open_unix_connection(self._socket, limit=buffer_bytes)
@@ -254,7 +255,7 @@ class Daemon:
 
     async def end(self) -> None:
         """End the process and hivemind's tasks around it, and remove the files."""
-        tasks = [self._logging]  # from now on p2pd complains that its connections end, which is what we want
+        tasks = [self._logging]  # p2pd will complain that its connections end, and that is intended
         if self.p2p is not None:
             control = self.p2p._client.control
             tasks += [control._read_task, control._write_task, *control._handler_tasks.values()]
@@ -262,7 +263,7 @@ class Daemon:
         for task in ending:
             task.cancel()
         if not await self._ends_by(self._process.terminate) and not await self._ends_by(self._process.kill):
-            logger.warning("p2pd (process %d) does not end, although it was killed", self.pid)
+            logger.warning("p2pd (process %d) was killed, but still runs", self.pid)
         if ending:
             await asyncio.wait(ending, timeout=EXIT_TIMEOUT_S)
         # Not both: the loop closes the pipe in a later turn, by its number, which may be another file's by then.
@@ -272,7 +273,7 @@ class Daemon:
         self._private.remove()
 
     async def _ends_by(self, end: Callable[[], None]) -> bool:
-        end()  # nothing happens to one that has exited
+        end()  # does nothing to a process that has exited
         with suppress(TimeoutError):
             async with asyncio.timeout(EXIT_TIMEOUT_S):
                 await self._exited.wait()
@@ -297,7 +298,7 @@ def _spawn(directory: Path, identity_file: Path, options: Iterable[str]) -> subp
         f"-listen=/unix{directory / 'p2pd.sock'}",
         *options,
         "-connManager",
-        "-relayService=0",  # ours takes its place; else p2pd takes it back when it finds itself public
+        "-relayService=0",  # our relay replaces it; otherwise p2pd takes it back when it finds itself public
         f"-connHi={_max_connections()}",
         f"-connLo={_max_connections() * 3 // 4}",
         f"-idleTimeout={ATTACH_TIMEOUT_S}s",
@@ -315,13 +316,13 @@ def _spawn(directory: Path, identity_file: Path, options: Iterable[str]) -> subp
 
 
 def _max_connections() -> int:
-    """Connections that this machine lets a process have; a quarter of its files is left for streams and the rest."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # Go programs take all that they may have
+    """Connections that this machine lets a process have. A quarter of its files is left for streams and the rest."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # Go programs raise their own limit to the hard limit
     return MAX_CONNECTIONS if most == resource.RLIM_INFINITY else max(1, min(MAX_CONNECTIONS, most * 3 // 4))
 
 
 def _is_error(line: str) -> bool:
-    """True if p2pd says that it is one: its messages are JSON, what libraries print may be anything."""
+    """True if p2pd reports an error. Its own messages are JSON; libraries may print anything."""
     try:
         return bool(json.loads(line)["level"] == "error")
     except (ValueError, TypeError, KeyError):
@@ -329,7 +330,7 @@ def _is_error(line: str) -> bool:
 
 
 def reason_of(error: P2PDaemonError) -> str:
-    """p2pd's error without its preambles: the addresses that it has dialled, by what was wrong with them."""
+    """p2pd's error without its preambles: the dialled addresses, grouped by their problem."""
     said = " ".join(str(error).split())
     dialled: dict[str, list[str]] = {}
     for addr, why in DIALLED.findall(said):

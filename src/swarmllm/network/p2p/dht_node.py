@@ -1,13 +1,13 @@
-"""This peer's node of the swarm's DHT: joining it, and storing and reading the records of peers.
+"""This peer's node of the swarm's DHT: joins it, stores and reads records.
 
-`p2p/peer` owns it; `p2p/block_directory` says what the records mean, `p2p/records` which ones are valid,
-`p2p/dht_protocol` what nodes do for each other. hivemind's background tasks have no owner, and cancelling its calls
-half-way would leave tasks that wait for ever. So its coroutines run to their end here even if nobody waits for them
-any more, and `close()` makes the calls that are under way fail, which ends everything.
+`p2p/peer` owns it. `p2p/block_directory` defines the meaning of records, `p2p/records` which are valid,
+`p2p/dht_protocol` the calls between nodes. hivemind's background tasks have no owner, and cancelling its calls halfway
+would leave tasks that wait for ever. So its coroutines run to their end here, also if nobody waits for them any more.
+`close()` makes calls in progress fail, which ends everything.
 
-`AddressBook` keeps peers that were met, on disk: where to join a swarm whose initial peers are all gone. People know a
-swarm by its initial peers, so peers that were met there are kept under their ids. An entry counts as much as an
-initial peer that somebody named: it is dialled, and proves its id. The node asks the book when nobody else answers.
+`AddressBook` keeps peers that were met in a file, to rejoin a swarm whose initial peers are all gone. People know a
+swarm by its initial peers, so the file lists peers under the ids of the initial peers. An entry counts as much as an
+initial peer: it is dialled, and must prove its id. The node uses the file when nobody else answers.
 """
 
 import asyncio
@@ -35,35 +35,35 @@ from swarmllm.network.relay.messages import is_circuit
 logger = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 3.0
-"""Longest time of one call to one node; a look-up makes several in parallel."""
+"""Longest time of one call to one node. A look-up makes several in parallel."""
 NODES_AT_ONCE = 8
-"""Nodes that one look-up asks at a time. Where all of them are frozen, or dead while anybody's p2pd is frozen, it waits
-for them, as others may hide behind. hivemind's 4 are too few in a chaos run, whose servers die every few seconds."""
+"""Nodes that one look-up asks at a time. It waits for them even if all are frozen or dead, because others may be known
+only to them. hivemind's 4 are too few in a chaos run, where servers die every few seconds."""
 DIAL_TIMEOUT_S = 5.0
 LOOK_ON_S = 0.1
-"""Seconds from one look at who hasn't answered yet to the next."""
+"""Seconds between two checks for nodes that haven't answered."""
 JOIN_GRACE_S = 0.3
-"""Seconds that the other initial peers may take once one has answered."""
+"""Seconds to wait for the other initial peers after one has answered."""
 NEIGHBOURS_TIMEOUT_S = 1.0
-"""Seconds that joining waits for the neighbours in the DHT to be met; the rest goes on meanwhile."""
+"""Seconds that joining waits to meet the neighbours in the DHT. The rest goes on in the background."""
 MAX_CLOCK_DIFFERENCE_S = 3.0
 """hivemind's limit."""
 CLOSE_TURNS = 100
-"""Turns of the event loop that hivemind's tasks get to end in; measured, they need about 10."""
+"""Turns of the event loop for hivemind's tasks to end in. Measured: they need about 10."""
 
 Result = TypeVar("Result")
 
 MAX_SWARMS = 32
 MAX_KEPT_PEERS = 16
-"""Peers of a swarm that are kept: the ones that were met last."""
+"""Most peers kept for a swarm: those met last."""
 MAX_KEPT_ADDRS = 3
 MAX_INITIAL_ADDRS = 256
-"""Addresses of initial peers that are added later may not grow without bound. Assumed."""
+"""Most later added initial peers whose addresses are kept. Assumed."""
 MAX_AGE_S = 30 * 86400.0
 MAX_BYTES = 1 << 20
-"""A larger file isn't one of these."""
+"""A larger file is no address book."""
 RENEWAL_S = 600.0
-"""Seconds until it is written again, though nobody new was met."""
+"""Seconds until the file is written again although no new peer was met."""
 
 
 class Dht:
@@ -89,13 +89,13 @@ class Dht:
         self._node: Any = None
         self._protocol: BoundedProtocol | None = None
         self.prefers: Callable[[str], bool] = nobody
-        """Peers that this process knows better than by their records, which are kept before those of others."""
+        """Peers whose records are kept before those of others, because this process has met them."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._join_lock = asyncio.Lock()
         self._said_alone = False
 
     async def start(self, *, hidden: bool = False) -> None:
-        """Start the node and join the swarm of the initial peers, if there are any; `hidden`: until `show()`.
+        """Start the node and join the swarm of the initial peers, if there are any. `hidden`: until `show()`.
 
         Raises:
             PeerUnreachableError: none of them answered.
@@ -108,7 +108,7 @@ class Dht:
             record_validator=RecordValidator(self._identity),
             wait_timeout=CALL_TIMEOUT_S,
             num_workers=NODES_AT_ONCE,
-            # Every read asks for the latest, so caches would only cost.
+            # Every read wants the latest records, so caches would only cost.
             cache_locally=False,
             cache_nearest=0,
             cache_on_store=False,
@@ -121,7 +121,7 @@ class Dht:
             await self._join()
 
     async def store(self, texts: dict[str, str], expiration: float) -> bool:
-        """Store one text of this peer under each key. True if every key was taken by some node."""
+        """Store one text of this peer under each key. True if some node took every key."""
         await self._rejoin_if_alone()
         stored: dict[Any, bool] = await self._to_its_end(
             self._node.store_many(
@@ -141,7 +141,7 @@ class Dht:
             raise RuntimeError("the node has not been started")
         key_id = DHTID.generate(key)
         with self._protocol.looking(key_id) as look:
-            # All nodes around the key are asked: each may know only some of the records.
+            # Ask all nodes around the key, because each may know only some of the records.
             asking = self._spawn(self._node.find_nearest_nodes([key_id], await_all_tasks=False))
             while not asking.done() and not look.waits_in_vain(time.monotonic(), self._node.num_workers):
                 await asyncio.wait([asking], timeout=LOOK_ON_S)
@@ -151,7 +151,7 @@ class Dht:
         return {owner: msgpack.unpackb(record.value[:-SIGNATURE_BYTES])[1] for owner, record in found.items()}
 
     def knows(self, peer_id: str) -> bool:
-        """True if this is a node that has been met, and hasn't failed to answer since."""
+        """True if this node was met, and hasn't failed to answer since."""
         return self._node is not None and PeerID.from_base58(peer_id) in self._node.protocol.routing_table
 
     @property
@@ -160,7 +160,7 @@ class Dht:
         return self._node is None or not self._node.protocol.routing_table.uid_to_peer_id
 
     def known_peers(self) -> list[str]:
-        """The nodes that were met lately, initial peers first, the others in any order."""
+        """The nodes that were met lately: first the initial peers, then the others in any order."""
         if self._node is None:
             return []
         nodes = {peer.to_base58() for peer in self._node.protocol.routing_table.uid_to_peer_id.values()}
@@ -168,22 +168,22 @@ class Dht:
         return [*first, *(nodes - set(first))]
 
     def add_initial_peers(self, maddrs: Sequence[str]) -> None:
-        """Join through these as well, before those that are known, when none of the nodes answers."""
+        """Use these as initial peers as well, before the known ones, when none of the nodes answers."""
         parted = [split_initial_peer(maddr) for maddr in maddrs]
         others = [(peer_id, addr) for peer_id, addr in parted if peer_id != self._identity.peer_id]
         self.initial_peers = list(dict.fromkeys([*others, *self.initial_peers]))[: max(MAX_INITIAL_ADDRS, len(others))]
 
     def met(self, peer_id: str, addrs: Sequence[str]) -> None:
-        """This peer was reached, and says that it has these addresses."""
+        """Note that this peer was reached and has these addresses."""
         if self._book is not None and self._book.note(peer_id, addrs):
             self._spawn(asyncio.to_thread(self._book.write))
 
     def hide(self) -> None:
-        """Say no longer to others that this is a node, as they can't ask it anything."""
+        """Stop telling others that this is a node, because they can't call it."""
         self._node.protocol.node_info = dht_pb2.NodeInfo()
 
     async def show(self) -> None:
-        """Say so again, if it isn't in client mode."""
+        """Tell them again, unless in client mode."""
         if not self._client_mode:
             self._node.protocol.node_info = dht_pb2.NodeInfo(node_id=self._node.node_id.to_bytes())
             await self._meet_neighbours()
@@ -191,16 +191,16 @@ class Dht:
     # Joining
 
     async def _join(self) -> None:
-        """Meet the initial peers, or those that were met through them once, and then the own neighbours."""
+        """Meet the initial peers, or peers once met through them, and then the neighbours in the DHT."""
         clock_differences_s, failures = await self._meet(self.initial_peers)
         if clock_differences_s and failures:
-            # A peer may have addresses in networks that this machine isn't part of; one that works is enough.
+            # A peer may have addresses in networks that this machine isn't part of. One that works is enough.
             logger.warning("some initial peers can't be reached: %s", _list_failures(failures))
         if not clock_differences_s and self._book is not None:
             clock_differences_s, _ = await self._meet(await asyncio.to_thread(self._book.peers))
             if clock_differences_s:
                 logger.warning(
-                    "none of the initial peers answers: %s; joined instead by %s, met there earlier and kept in %s",
+                    "none of the initial peers answers: %s; joined through %s, saved in %s",
                     _list_failures(failures),
                     ", ".join(f"{addr}/p2p/{peer_id}" for peer_id, addr in clock_differences_s),
                     self._book.path,
@@ -213,7 +213,8 @@ class Dht:
     async def _meet(
         self, peers: Sequence[tuple[str, str]]
     ) -> tuple[dict[tuple[str, str], float], dict[tuple[str, str], str]]:
-        """Seconds that this machine's clock is ahead of theirs, and why others can't be reached by any address."""
+        """Greet these peers; return the seconds that this machine's clock is ahead of theirs, and the failures by
+        address."""
         greetings = {self._spawn(self._greet(*peer)): peer for peer in peers}
         pending = set(greetings)
         clock_differences_s: dict[tuple[str, str], float] = {}
@@ -241,7 +242,7 @@ class Dht:
         await asyncio.wait([meeting], timeout=NEIGHBOURS_TIMEOUT_S)
 
     async def _greet(self, peer_id: str, addr: str) -> float | str:
-        """Seconds that this machine's clock is ahead of the peer's, or what failed."""
+        """Seconds that this machine's clock is ahead of the peer's, or the failure."""
         protocol = self._node.protocol
         target = PeerID.from_base58(peer_id)
         try:
@@ -258,11 +259,11 @@ class Dht:
         self._node.blacklist.register_success(target)
         if response.peer.node_id:
             await protocol.update_routing_table(node_id_of(target), target)
-        # The peer looked at its clock somewhere between the two moments.
+        # The peer read its clock between these two moments.
         return float(min(max(response.dht_time, asked_at), answered_at) - response.dht_time)
 
     async def _rejoin_if_alone(self) -> None:
-        """After an outage of the network the routing table is empty, and nobody else would fill it."""
+        """Rejoin after an outage of the network: the routing table is empty then, and nothing else would fill it."""
         if not self.is_alone or not self.initial_peers:
             self._said_alone = False
             return
@@ -271,7 +272,7 @@ class Dht:
                 try:
                     await self._join()
                 except SwarmError as error:
-                    # Whoever waits for the swarm tries twice a second: said once for each outage.
+                    # Callers retry twice a second, so this is logged once per outage.
                     logger.log(logging.DEBUG if self._said_alone else logging.WARNING, "this peer is alone: %s", error)
                     self._said_alone = True
 
@@ -286,13 +287,13 @@ class Dht:
     def _forget(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # seen, even if whoever waited has gone
+            task.exception()  # mark it as seen, also if its caller is gone
 
     async def _to_its_end(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         return await asyncio.shield(self._spawn(coroutine))
 
     async def close(self) -> None:
-        """End what is under way; the daemon is to be ended right after."""
+        """End everything in progress. The daemon must be ended right after."""
         if self._node is not None:
             self._node.is_alive = False
         control = self._daemon.p2p._client.control
@@ -317,7 +318,7 @@ def _list_failures(failures: Mapping[tuple[str, str], str]) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """The last part of what the daemon says in several lines, each naming peer and address again."""
+    """The last line of the daemon's message. Its other lines repeat peer and address."""
     lines = [line.strip(" *") for line in str(error).splitlines() if line.strip(" *")]
     reasons = dict.fromkeys(re.sub(r"^\[[^]]*\]\s*", "", line) for line in lines[1:]) or {"".join(lines): None}
     return ", ".join(FAILED_BEFORE if reason == BACKOFF else reason for reason in reasons)
@@ -338,7 +339,7 @@ def _judge_clock(differences_s: Sequence[float]) -> None:
 
 
 class AddressBook:
-    """The file's part about one swarm. Any number of processes share the file; who writes last is right."""
+    """The entries of one swarm in the file. Any number of processes share the file; the last writer wins."""
 
     def __init__(self, path: Path, initial_peers: Iterable[str], clock: Callable[[], float] = time.time) -> None:
         """`initial_peers` are peer ids."""
@@ -350,7 +351,7 @@ class AddressBook:
         self._writing = threading.Lock()
 
     def note(self, peer_id: str, addrs: Sequence[str]) -> bool:
-        """This peer was reached, and says that it has these addresses. Returns whether it is time to `write()`."""
+        """Note that this peer was reached and has these addresses. True: time to `write()`."""
         direct = [addr for addr in addrs if not is_circuit(addr)][:MAX_KEPT_ADDRS]
         if not self._swarms or not direct or peer_id in self._swarms:
             return False
@@ -371,7 +372,7 @@ class AddressBook:
         return [(peer_id, addr) for peer_id, (_, addrs) in found.items() for addr in addrs]
 
     def write(self) -> None:
-        """Add what was noted. Blocks; what fails is logged."""
+        """Add the new entries to the file. Blocks; errors are logged."""
         with self._writing:
             kept, now = self._read(), self._clock()
             for swarm in self._swarms:
@@ -382,10 +383,10 @@ class AddressBook:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 replace_file(self.path, json.dumps({swarm: kept[swarm] for swarm in swarms}), durable=False)
             except OSError as error:
-                logger.warning("peers that were met can't be kept: %s", error)
+                logger.warning("can't save the known peers: %s", error)
 
     def _read(self) -> dict[str, dict[str, tuple[float, list[str]]]]:
-        """What the file says, but for what makes no sense."""
+        """The file's entries, without those that make no sense."""
         try:
             if self.path.stat().st_size > MAX_BYTES:
                 raise ValueError("it is too large")

@@ -1,14 +1,14 @@
-"""The DHT's protocol between nodes, with bounds: hivemind's own keeps, answers and believes without any.
+"""The DHT's protocol between nodes, with limits. hivemind's own keeps, answers and believes anything.
 
-`p2p/dht_node` puts it in the place of hivemind's. The bounds:
+`p2p/dht_node` replaces hivemind's protocol by this one. The limits:
 
-- a record is taken from its owner only, over the owner's own connection, and kept in a `RecordStore`;
-- who is near is learned from nodes whose ids are the hashes of their peer ids, so that nobody chooses a place;
-- calls of others are answered one after the other, and take a quarter of the event loop at most;
-- what other nodes answer is read only while somebody here looks for it, and a few records in one turn of the loop.
+- a record is accepted from its owner only, over the owner's own connection, and kept in a `RecordStore`; - nodes are
+learned only if their ids are the hashes of their peer ids, so that nobody can choose a place in the DHT; - calls of
+others are answered one after the other, and take a quarter of the event loop at most; - answers of other nodes are read
+only for a look-up in progress, a few records in each turn of the event loop.
 
-There is no handing over of records to nodes that come: owners renew them several times a minute, and every look asks
-all nodes around the key.
+Records aren't handed over to new nodes: owners renew them several times a minute, and every look-up asks all nodes
+around the key.
 """
 
 import asyncio
@@ -37,37 +37,37 @@ from swarmllm.network.p2p.records import RecordStore, RecordValidator, StoredRec
 logger = logging.getLogger(__name__)
 
 MAX_CALL_BYTES = 64 << 10
-"""Most bytes that another node may ask with: a server stores two records at a time, of 10 KiB together."""
+"""Most bytes of another node's request. A server stores two records at a time, of 10 KiB together."""
 MAX_RECORDS_PER_CALL = 8
 MAX_KEYS_PER_CALL = 2
-"""Keys that are looked up in one call, for whose records an answer has room."""
+"""Keys of one call to look up. An answer has room for the records of so many."""
 MAX_WAITING = 256
-"""Calls of all others that wait for their turn."""
+"""Most calls that wait, of all others together."""
 MAX_WAITING_OF_ONE = 16
 REST = 3
-"""Seconds that are left to everything else for each second that a call took."""
+"""Seconds left to everything else for each second that a call took."""
 MAX_KNOWN_NODES = 4096
-"""Hivemind's table keeps 20 in each of its buckets, but all others as their replacements."""
+"""hivemind's table keeps 20 nodes in each of its buckets, but all others as their replacements."""
 MAX_RECORDS_PER_ANSWER = 4096
-"""Most bytes that a node keeps under one key."""
+"""Most records of one key in an answer."""
 MAX_CHECKS_PER_ANSWER = 1024
-"""Signatures that weren't checked lately, of peers that this process doesn't prefer: 0.13 s of a core, in turns of a
-millisecond. What is left of a large swarm is checked at the next look."""
+"""New signatures to check in one answer, for peers that this process doesn't prefer: 0.13 s of a core, in turns of a
+millisecond. The next look-up checks the rest of a large swarm."""
 WORK_PER_TURN = 100
-"""Records to look at in one turn of the event loop, each of which takes about 10 µs (measured on one machine)."""
+"""Records to handle in one turn of the event loop. Each takes about 10 µs (measured on one machine)."""
 CHECK_WORK = 12
-"""Cost of checking a signature, in such records."""
+"""Cost of checking a signature, in records."""
 ANSWER_GRACE_S = 0.3
 SLOWEST_ANSWERS = 4
-"""A look waits for its last nodes for this many times its slowest answer and `ANSWER_GRACE_S`. Assumed: a node that is
-frozen costs its 3 s no more, and one that is slow answers within. The grace is that of joining."""
+"""A look-up waits for its last nodes this many times as long as its slowest answer, plus `ANSWER_GRACE_S`. Assumed: a
+frozen node costs its 3 s no more, and a slow one answers in time. The grace is that of joining."""
 DICTIONARY_EXT = 0x50
-"""hivemind's type of msgpack for what a key holds: [number, time, [[owner, value, expiration], …]]."""
+"""hivemind's msgpack type for the contents of a key: [number, time, [[owner, value, expiration], …]]."""
 
 
 @dataclass(slots=True)
 class SentRecord:
-    """The record as the validator takes it."""
+    """A record in the form that the validator expects."""
 
     key: bytes
     subkey: bytes
@@ -76,12 +76,12 @@ class SentRecord:
 
 
 def node_id_of(peer_id: Any) -> Any:
-    """The one place in the DHT that a peer has."""
+    """The one place of a peer in the DHT."""
     return DHTID.generate(peer_id.to_bytes())
 
 
 class Storage(DHTLocalStorage):
-    """A `RecordStore` with the face of hivemind's."""
+    """A `RecordStore` with hivemind's interface."""
 
     def __init__(self, records: RecordStore) -> None:
         super().__init__()
@@ -104,23 +104,24 @@ class Storage(DHTLocalStorage):
 
 @dataclass
 class Finds:
-    """The finds of one look into the DHT so far."""
+    """The results so far of one look-up."""
 
     key: bytes
     records: RecordStore
     asked_at: dict[Any, float] = field(default_factory=dict)
     """Nodes that haven't answered yet, and when they were asked."""
     slowest_s: float | None = None
-    """Seconds of the slowest answer; None: nobody has answered."""
+    """Seconds of the slowest answer; None: no node has answered."""
 
     def answered(self, peer: Any, now: float) -> None:
-        """This node has answered."""
+        """Note that this node has answered."""
         self.slowest_s = max(self.slowest_s or 0.0, now - self.asked_at.pop(peer, now))
 
     def waits_in_vain(self, now: float, num_workers: int) -> bool:
-        """True if the look only waits for nodes that take far longer than those that have answered.
+        """True if the look-up only waits for nodes much slower than those that have answered.
 
-        What they keep others keep, too. As many as there are workers may hide nodes that weren't asked yet.
+        Others keep the same records. But as many slow nodes as there are workers could hide nodes that weren't asked
+        yet.
         """
         if self.slowest_s is None or not 0 < len(self.asked_at) < num_workers:
             return False
@@ -128,7 +129,7 @@ class Finds:
 
 
 class BoundedProtocol(DHTProtocol):
-    """The protocol of one node; made from hivemind's by `bound`."""
+    """The protocol of one node. `bound` makes it from hivemind's."""
 
     looks: list[Finds]
     is_preferred: Callable[[str], bool]
@@ -137,15 +138,15 @@ class BoundedProtocol(DHTProtocol):
     def _get_handle_name(cls, namespace: str | None, method_name: str) -> str:
         return f"{DHTProtocol.__name__}.{method_name}"
 
-    # What others ask
+    # Calls of other nodes
 
     async def rpc_ping(self, request: dht_pb2.PingRequest, context: P2PContext) -> dht_pb2.PingResponse:
-        """This node's name and time."""
+        """Answer this node's name and time."""
         await self._meet(request, context)
         return dht_pb2.PingResponse(peer=self.node_info, dht_time=time.time(), available=False)
 
     async def rpc_store(self, request: dht_pb2.StoreRequest, context: P2PContext) -> dht_pb2.StoreResponse:
-        """Records of the caller, to keep until they expire; those of others are refused."""
+        """Keep records of the caller until they expire. Records of others are refused."""
         await self._meet(request, context)
         owner = context.remote_id.to_base58()
         subkey = msgpack.packb(owner)
@@ -163,19 +164,19 @@ class BoundedProtocol(DHTProtocol):
         return response
 
     async def rpc_find(self, request: dht_pb2.FindRequest, context: P2PContext) -> dht_pb2.FindResponse:
-        """The records that this node keeps under some keys, and the nodes that it knows around them."""
+        """Answer the records of some keys, and the nodes around them that this node knows."""
         if len(request.keys) > MAX_KEYS_PER_CALL or len(set(request.keys)) < len(request.keys):
             raise ValueError(f"at most {MAX_KEYS_PER_CALL} keys, all different")
         return await super().rpc_find(request, context)
 
     async def _meet(self, request: Any, context: P2PContext) -> None:
-        """The caller is a node itself if it says its node id."""
+        """Note the caller as a node if it says its node id."""
         own = node_id_of(context.remote_id)
         if request.peer.node_id == own.to_bytes():
             await self.update_routing_table(own, context.remote_id)
 
     async def update_routing_table(self, node_id: Any, peer_id: Any, responded: bool = True) -> None:
-        """A node was heard of, or doesn't answer any more."""
+        """Note that a node was heard of, or doesn't answer any more."""
         own = node_id_of(peer_id)
         table = self.routing_table
         if not responded:
@@ -186,11 +187,11 @@ class BoundedProtocol(DHTProtocol):
             if to_ping is not None:
                 asyncio.create_task(self.call_ping(to_ping[1]))  # noqa: RUF006 - hivemind's tasks have no owner
 
-    # What this node asks
+    # Calls to other nodes
 
     @contextmanager
     def looking(self, key: Any) -> Iterator[Finds]:
-        """Collects, while entered, what others answer about this key, beginning with what is kept here."""
+        """While entered, collect other nodes' answers about this key, beginning with the records kept here."""
         look = Finds(key.to_bytes(), RecordStore(self.is_preferred))
         for owner, record in self.storage.records.find(look.key, time.time()).items():
             look.records.put(look.key, owner, record, time.time())
@@ -201,13 +202,13 @@ class BoundedProtocol(DHTProtocol):
             self.looks.remove(look)
 
     async def call_find(self, peer: Any, keys: Collection[Any]) -> dict[Any, tuple[None, dict[Any, Any]]] | None:
-        """Nodes that another one knows around some keys; what it keeps there goes to those who look for it.
+        """Ask a node for the nodes that it knows around some keys. Records in its answer go to the look-ups for them.
 
-        None: it doesn't answer, or nothing that makes sense.
+        None: it doesn't answer, or answers nonsense.
         """
         keys = list(keys)
         looked_for = {look.key for look in self.looks}
-        # Whoever only wants nodes, to store something, asks for the next key, which has the same nodes and no records.
+        # To find only nodes, for storing, ask for the next key: it has the same nodes and no records.
         asked = [key.to_bytes() if key.to_bytes() in looked_for else DHTID(key ^ 1).to_bytes() for key in keys]
         request = dht_pb2.FindRequest(keys=asked, peer=self.node_info)
         looks = [look for look in self.looks if look.key in {key.to_bytes() for key in keys}]
@@ -253,14 +254,14 @@ class BoundedProtocol(DHTProtocol):
 
 
 def _nodes(result: Any, limit: int) -> dict[Any, Any]:
-    """The nodes that an answer names, as far as they are where their peer ids put them."""
+    """The nodes in an answer whose ids are the hashes of their peer ids."""
     pairs = zip(result.nearest_node_ids[:limit], result.nearest_peer_ids[:limit], strict=False)
     nodes = ((DHTID.from_bytes(node_id), PeerID(peer_id)) for node_id, peer_id in pairs)
     return {node_id: peer_id for node_id, peer_id in nodes if node_id == node_id_of(peer_id)}
 
 
 def unpack_records(value: bytes) -> Iterator[tuple[str, StoredRecord]]:
-    """The records of a packed dictionary, one at a time; what is malformed ends it."""
+    """Unpack a dictionary of records one at a time. Stops at malformed bytes."""
     limits: dict[str, Any] = {"max_array_len": 0, "max_map_len": 0}
     try:
         packed = msgpack.unpackb(value, ext_hook=lambda code, data: data if code == DICTIONARY_EXT else None, **limits)
@@ -281,7 +282,7 @@ def unpack_records(value: bytes) -> Iterator[tuple[str, StoredRecord]]:
 
 
 class Turns:
-    """Lets the calls of others in one after the other, and rests between them."""
+    """Lets other nodes' calls in one after the other, with rests between them."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
@@ -289,7 +290,7 @@ class Turns:
         self._rested_at = 0.0
 
     async def answer(self, handler: Callable[[Any, Any], Awaitable[Any]], request: Any, context: P2PContext) -> Any:
-        """The handler's answer, in its turn.
+        """Answer a call in its turn.
 
         Raises:
             OverflowError: too many wait already.
@@ -314,7 +315,7 @@ class Turns:
 
 
 def bound(node: Any, is_preferred: Callable[[str], bool] = nobody) -> BoundedProtocol:
-    """Give hivemind's new node this protocol instead of its own. To be called before it has met anybody."""
+    """Replace the protocol of hivemind's new node by this one. Call it before the node has met any other."""
     protocol = node.protocol
     protocol.__class__ = BoundedProtocol
     protocol.storage = Storage(RecordStore(is_preferred))
@@ -333,7 +334,7 @@ def bound(node: Any, is_preferred: Callable[[str], bool] = nobody) -> BoundedPro
 
 
 def _handler(rpc: Any, request_type: Any, turns: Turns) -> Callable[[bytes, Any], Awaitable[bytes]]:
-    """The handler as p2pd calls it: bytes in, bytes out."""
+    """Wrap a call for p2pd: bytes in, bytes out."""
 
     async def handle(data: bytes, caller: Any) -> bytes:
         if len(data) > MAX_CALL_BYTES:

@@ -1,13 +1,13 @@
-"""Peers on the same local network (LAN) find each other by multicast DNS, so that nobody has to type addresses.
+"""Find peers on the same local network (LAN) by multicast DNS, so that nobody has to type addresses.
 
-A server that began a swarm, or found it this way, announces one service `<peer id>._swarmllm._tcp.local.` per process:
-where it listens, and the fingerprint of its checkpoint. It does so before it loads blocks: whoever is started at the
-same time finds it. Servers and clients that were given no addresses listen for a while and join peers of the same
-fingerprint, so that swarms of different models never mix. Servers, the client and the commands call it; nothing here
-imports zeroconf before it is needed.
+A server that began a swarm, or found it this way, announces one service `<peer id>._swarmllm._tcp.local.` per process,
+with its addresses and the fingerprint of its checkpoint. It does so before it loads blocks, so that peers that start at
+the same time find it. Servers and clients without addresses listen for a while and join peers with the same
+fingerprint, so swarms of different models never mix. Servers, clients and commands use it. zeroconf is imported only
+when needed.
 
-Whoever is on the network can announce what they like. What is heard is therefore bounded and checked, and is believed
-no more than an address that somebody typed.
+Anyone on the network can announce anything. So all input is limited and checked, and is trusted no more than an address
+that the user typed.
 """
 
 import asyncio
@@ -30,18 +30,18 @@ logger = logging.getLogger(__name__)
 
 SERVICE = "_swarmllm._tcp.local."
 LOOK_S = 3.0
-"""Seconds to listen for the first peer. Answers come within 0.2 s, or 1.2 s where a packet was lost."""
+"""Seconds to listen for the first peer. Answers come within 0.2 s, or 1.2 s if a packet was lost."""
 LOOK_ON_S = 60.0
-"""Seconds to listen on where no swarm of the checkpoint is heard. Assumed: longer than a server that is started at the
+"""Seconds to go on listening if no swarm of the checkpoint is heard. Assumed: longer than a server that starts at the
 same time takes to import and to read its checkpoint."""
 GRACE_S = 0.3
-"""Seconds to listen on for others, once one has answered."""
+"""Seconds to listen for more peers after the first answer."""
 MAX_FOUND = 32
-"""Peers of one look; a few are enough to join."""
+"""Most peers of one look. A few are enough to join."""
 MAX_HEARD = 256
-"""Services whose details are asked for; the others of a network that shouts are ignored."""
+"""Most services to ask for details. The others of a noisy network are ignored."""
 MAX_ADDRESSES = 4
-"""Addresses of one peer."""
+"""Most addresses of one peer."""
 MAX_NAME_CHARS = 256
 
 
@@ -51,15 +51,15 @@ class FoundPeer:
 
     peer_id: str
     maddrs: tuple[str, ...]
-    """Addresses to give as initial peers."""
+    """Addresses to use as initial peers."""
     model: str
     fingerprint: str
 
 
 class LanAnnouncement:
-    """Tells the local network of this peer, from `start()` until `end()`. To be used by `async with`.
+    """Announces this peer on the local network, from `start()` until `end()`. Use it with `async with`.
 
-    `addrs` are the peer's multiaddresses; if all of them are of this machine only, nothing is announced anywhere.
+    `addrs` are the peer's multiaddresses. If all of them are of this machine only, nothing is announced.
     """
 
     def __init__(self, peer_id: str, addrs: Sequence[str], *, model: str, fingerprint: str) -> None:
@@ -71,7 +71,7 @@ class LanAnnouncement:
         self._zeroconf: AsyncZeroconf | None = None
 
     def start(self, interfaces: Sequence[str] | None = None) -> None:
-        """Begin, in the background; harmless when done twice."""
+        """Begin, in the background. Harmless if called twice."""
         if self._task is None and self._ips:
             self._task = asyncio.get_running_loop().create_task(self._announce(interfaces), name="announce on the LAN")
 
@@ -89,7 +89,7 @@ class LanAnnouncement:
             self._zeroconf = asynchronous.AsyncZeroconf(
                 interfaces=list(interfaces or self._ips), ip_version=zeroconf.IPVersion.V4Only
             )
-            # The name is a peer id: nobody else has it, so there is no need to ask for a second whether it is free.
+            # The name is a peer id. Nobody else has it, so zeroconf needn't check for a second whether it is free.
             await (await self._zeroconf.async_register_service(info, cooperating_responders=True))
         except (OSError, zeroconf.Error) as error:
             logger.warning("this machine can't announce the swarm on the local network: %s", error)
@@ -97,12 +97,12 @@ class LanAnnouncement:
         logger.info("others on this network find the swarm without addresses (--no_lan_discovery turns that off)")
 
     async def announced(self) -> None:
-        """Return when the announcement is out, or could not be made."""
+        """Return when the announcement was sent, or failed."""
         if self._task is not None:
             await asyncio.shield(self._task)
 
     async def end(self) -> None:
-        """Take it back."""
+        """Withdraw the announcement."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -123,7 +123,7 @@ async def find_peers(
     timeout_s: float | None = None,
     interfaces: Sequence[str] | None = None,
 ) -> tuple[FoundPeer, ...]:
-    """Peers that announce themselves on the local network; returns soon after the first that is `enough`."""
+    """Find peers that announce themselves on the local network. Returns soon after the first that is `enough`."""
     zeroconf, asynchronous = _import_zeroconf()
     timeout_s = LOOK_S if timeout_s is None else timeout_s
     try:
@@ -150,11 +150,11 @@ async def find_peers(
 
 
 _sought: set[str] = set()
-"""Fingerprints of swarms that this process has said it looks for. A gateway looks again until there is one."""
+"""Fingerprints of swarms whose search was logged. A gateway looks again until it finds one."""
 
 
 class _Look:
-    """One look at the local network: each service that is heard is asked for its details."""
+    """One look at the local network. Asks each service that it hears for details."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class _Look:
                 self.has_enough.set()
 
     async def end(self) -> None:
-        """Ask no more."""
+        """Stop asking."""
         for task in self._asking:
             task.cancel()
         await asyncio.gather(*self._asking, return_exceptions=True)
@@ -196,7 +196,7 @@ class _Look:
 async def find_swarm(
     model: str, fingerprint: str, *, look_on_s: float = LOOK_ON_S, interfaces: Sequence[str] | None = None
 ) -> tuple[str, ...]:
-    """Initial peers of the swarm of this checkpoint on the local network, also of one that begins meanwhile.
+    """Find initial peers of this checkpoint's swarm on the local network, also of one that begins meanwhile.
 
     Raises:
         MissingBlocksError: there is none. The message says what was found instead, and what to do.
@@ -218,13 +218,13 @@ async def find_swarm(
         )
         if not left_s:
             raise missing
-        logger.warning("%s; looking on for %g s, as one may just be starting", missing, left_s)
+        logger.warning("%s; looking for %g s more, because one may be starting", missing, left_s)
     logger.info("found %d of its peers: %s", len(ours), ", ".join(peer.maddrs[0] for peer in ours))
     return initial_peers_of(ours)
 
 
 async def find_any_swarm(*, interfaces: Sequence[str] | None = None) -> tuple[str, ...]:
-    """Initial peers of one swarm on the local network, whatever it serves.
+    """Find initial peers of the one swarm on the local network, whatever it serves.
 
     Raises:
         MissingBlocksError: there is none.
@@ -243,12 +243,12 @@ async def find_any_swarm(*, interfaces: Sequence[str] | None = None) -> tuple[st
 
 
 def initial_peers_of(peers: Sequence[FoundPeer]) -> tuple[str, ...]:
-    """All their addresses: which of a peer's networks this machine shares, only dialling tells."""
+    """All addresses of these peers. Only dialling shows which of their networks this machine shares."""
     return tuple(maddr for peer in peers for maddr in peer.maddrs)
 
 
 def lan_addresses(addrs: Sequence[str]) -> tuple[tuple[str, ...], int]:
-    """The IPv4 addresses among these that other machines may reach, and their port (0: there are none)."""
+    """The IPv4 addresses that other machines may reach, and their port (0: there are none)."""
     found: dict[int, list[str]] = {}
     for addr in addrs:
         match addr.split("/"):
@@ -266,7 +266,7 @@ def lan_addresses(addrs: Sequence[str]) -> tuple[tuple[str, ...], int]:
 
 
 def _checked(info: Any) -> FoundPeer | None:
-    """The peer that an announcement describes, if it makes sense."""
+    """The peer in an announcement, if it makes sense."""
     peer_id = str(info.name).partition(".")[0]
     properties = info.properties
     try:
@@ -285,9 +285,9 @@ def _checked(info: Any) -> FoundPeer | None:
 
 
 def _import_zeroconf() -> tuple[Any, Any]:
-    """The package and its asynchronous part; 0.1 s, so not before somebody looks or announces."""
+    """Import the package and its asynchronous module. Takes 0.1 s, so it is done only when needed."""
     import zeroconf
     from zeroconf import asyncio as asynchronous
 
-    logging.getLogger("zeroconf").setLevel(logging.ERROR)  # it warns of each packet of others that is malformed
+    logging.getLogger("zeroconf").setLevel(logging.ERROR)  # it warns of each malformed packet of others
     return zeroconf, asynchronous

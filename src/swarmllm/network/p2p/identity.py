@@ -1,10 +1,11 @@
-"""A peer's identity: an Ed25519 key, kept in the file format of libp2p, whose public half is the peer id itself.
+"""A peer's identity: an Ed25519 key in libp2p's file format. The peer id contains its public half.
 
-So whoever knows a peer id can check what that peer signed (`p2p/records`).
+So every peer that knows a peer id can check that peer's signatures (`p2p/records`).
 
-A client proves by a server's signature of its peer id that it belongs to somebody who serves (`contribution`). Client
-and server are different peers, so the client needs the file with the server's key. Nobody else can use the proof, as
-the stream on which it is shown says whose it is; and it is worth something only while the server serves.
+A client proves that it belongs to a contributor, who runs a server, with the server's signature of the client's peer id
+(`contribution`). Client and server are different peers, so the client needs the file with the server's key. Nobody else
+can use the proof, because the stream on which it is shown identifies the client. The proof counts only while the server
+serves.
 """
 
 import fcntl
@@ -22,7 +23,7 @@ from swarmllm.errors import ConfigurationError
 from swarmllm.files import create_private_file, user_path
 from swarmllm.network.wire.protocol import Contribution
 
-# libp2p's key message: field 1 = type (1: Ed25519), field 2 = bytes; private keys hold the public one too.
+# libp2p's key message: field 1 = type (1: Ed25519), field 2 = bytes. Private keys hold the public one too.
 # https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md
 _PRIVATE_PREFIX = b"\x08\x01\x12\x40"
 _PUBLIC_PREFIX = b"\x08\x01\x12\x20"
@@ -48,13 +49,13 @@ class Identity:
         return cls.of_key(Ed25519PrivateKey.generate())
 
     def derived(self, purpose: str) -> "Identity":
-        """Another identity, always the same for this one and that purpose."""
+        """Derive another identity for a purpose, always the same one."""
         raw = HKDF(SHA256(), 32, salt=None, info=f"swarmllm {purpose}".encode()).derive(self.key.private_bytes_raw())
         return Identity.of_key(Ed25519PrivateKey.from_private_bytes(raw))
 
     @classmethod
     def load_or_create(cls, path: str | os.PathLike[str]) -> "Identity":
-        """The identity in this file; a new one is written there if the file does not exist.
+        """Load the identity in this file. If the file doesn't exist, write a new one.
 
         Raises:
             ConfigurationError: the file can't be read or written, or holds something else.
@@ -68,7 +69,7 @@ class Identity:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Identity":
-        """The identity in this file.
+        """Load the identity in this file.
 
         Raises:
             ConfigurationError: the file can't be read, or holds something else.
@@ -99,9 +100,9 @@ class Identity:
 
 
 def lock_identity(path: str | os.PathLike[str]) -> int:
-    """A lock on the file that ends with this process, or when what is returned is closed by `os.close`.
+    """Lock the file. The lock ends with this process, or when `os.close` closes the result.
 
-    Two daemons of one peer id take each other's connections, with errors that nobody understands.
+    Two daemons with one peer id take each other's connections, with confusing errors.
 
     Raises:
         ConfigurationError: another process has it.
@@ -123,7 +124,7 @@ def is_peer_id(peer_id: str) -> bool:
 
 
 def verify(peer_id: str, signature: bytes, data: bytes) -> bool:
-    """True if that peer signed the data."""
+    """True if this peer signed the data."""
     key = _public_key(peer_id)
     if key is None:
         return False
@@ -141,7 +142,7 @@ def _public_key(peer_id: str) -> Ed25519PublicKey | None:
         raw = base58.b58decode(peer_id)
     except ValueError:
         return None
-    # Only the one canonical spelling, so that a peer has one id only.
+    # Accept only the canonical spelling, so that a peer has one id.
     if len(raw) != 38 or not raw.startswith(_PEER_ID_PREFIX) or base58.b58encode(raw).decode() != peer_id:
         return None
     try:
@@ -151,12 +152,12 @@ def _public_key(peer_id: str) -> Ed25519PublicKey | None:
 
 
 def contribution(server: Identity, client: str) -> Contribution:
-    """The proof for the client of that peer id."""
+    """Make the proof for the client with this peer id."""
     return Contribution(server=server.peer_id, signature=server.sign(_statement(server.peer_id, client)))
 
 
 def is_genuine(shown: Contribution, client: str) -> bool:
-    """True if that server has signed it, for this client."""
+    """True if the named server signed the proof, for this client."""
     return verify(shown.server, shown.signature, _statement(shown.server, client))
 
 

@@ -1,13 +1,14 @@
 """This process in the swarm: a libp2p daemon, a node of the DHT on it, and streams to other peers.
 
-Server, client and bootstrap peer each make one `Peer`, which relays for others if it is told to. Errors of hivemind,
-of the daemon and of the operating system are translated in this room (`daemon` and `dht_node`, too) and nowhere else;
-what a stream carries is `wire/protocol`, what the DHT holds `p2p/block_directory`, what a relay does `relay/service`.
+Servers, clients and bootstrap peers each make one `Peer`, which relays for others if asked to. Errors of hivemind, of
+the daemon and of the operating system are translated in this room (in `daemon` and `dht_node`, too) and nowhere else.
+`wire/protocol` defines what a stream carries, `p2p/block_directory` what the DHT holds, `relay/service` what a relay
+does.
 
-`Dialler` opens streams: libp2p's daemon dials all addresses of a peer, those through relays half a second later, and
-uses the connection that it has for all further streams. It takes a circuit through a frozen relay for alive for half a
-minute, so a peer behind a relay that fell silent is dialled anew. `Incoming` takes streams that other peers open at
-one protocol, each in its own task; a peer has one for messages and one for the relay.
+`Dialler` opens streams. libp2p's daemon dials all addresses of a peer, those through relays half a second later, and
+uses its connection for all further streams. It takes half a minute to notice that a circuit through a frozen relay is
+dead, so a peer behind a silent relay is dialled again. `Incoming` accepts streams that other peers open at one
+protocol, each in its own task. A peer has one for messages and one for the relay.
 """
 
 import asyncio
@@ -32,9 +33,9 @@ from swarmllm.network.wire.stream import FrameStream
 logger = logging.getLogger(__name__)
 
 STREAM_PROTOCOL = "/swarmllm/stream/1"
-"""libp2p's name for our streams. Versions are agreed in HELLO, so this one stays."""
+"""libp2p's name for our streams. HELLO agrees on versions, so this name stays."""
 STREAM_SOCKET = "streams.sock"
-"""Where p2pd hands us the streams that others open."""
+"""The socket on which p2pd hands over streams that others open."""
 CONNECT_TIMEOUT_S = 5.0
 END_TIMEOUT_S = 5.0
 """Longest wait for tasks and streams when a peer is closed. Assumed: they are cancelled, and end in milliseconds."""
@@ -42,12 +43,12 @@ END_TIMEOUT_S = 5.0
 StreamHandler = Callable[[FrameStream], Awaitable[None]]
 
 CIRCUIT_S = 3.0
-"""More time, where the peer may be behind a relay: that is dialled first, and then asks the peer. Assumed."""
+"""More time if the peer may be behind a relay: the relay is dialled first, and then asks the peer. Assumed."""
 MAX_SILENT = 1024
-"""Peers behind relays that are kept in mind."""
+"""Most peers behind silent relays to remember."""
 
 HAND_OVER_S = 5.0
-"""For the daemon to take the protocol over, and to say whose stream one is."""
+"""For the daemon to take over the protocol, and to say whose stream one is."""
 
 Handler = Callable[[Caller, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -63,7 +64,7 @@ class Peer:
         self._dht: Dht | None = None
         self._reachability: Reachability | None = None
         self.relay: RelayService | None = None
-        """What this peer does for others that can't reach each other; it refuses everybody unless told to relay."""
+        """Relays for peers that can't reach each other. Refuses everybody unless told to relay."""
         self._incoming: list[Incoming] = []
         self._handler: StreamHandler | None = None
         self._streams: set[FrameStream] = set()
@@ -83,15 +84,15 @@ class Peer:
         reachability: str = "public",
         address_book: Path | None = None,
     ) -> "Peer":
-        """Start the daemon and join the swarm of `initial_peers`, or begin a new one if there are none.
+        """Start the daemon and join the swarm of `initial_peers`, or begin a new one without them.
 
         In client mode the peer listens nowhere and stores nothing for others. `announce_maddrs` are addresses for
-        others, where they differ (NAT, proxies). Without `identity_path` the peer id is new each time, without `relay`
+        others, if they differ (NAT, proxies). Without `identity_path` the peer id is new each time. Without `relay`
         nobody is relayed. `reachability`: "public", "private", or "auto", which asks some peers. `address_book`: file
         of peers that were met, which are tried if no initial peer answers.
 
         Raises:
-            ConfigurationError: an address, the identity file or this machine's clock won't do.
+            ConfigurationError: an address, the identity file or this machine's clock is unusable.
             PeerUnreachableError: none of the initial peers answered.
             PeerTimeoutError: the daemon did not start in time.
         """
@@ -104,7 +105,7 @@ class Peer:
                 peer._identity_lock = lock_identity(identity_path)
             found = await begin(hidden=reachability == "private", looks=looks)
             if looks and await found.is_hidden():
-                await peer._end()  # to be a client of both DHTs: p2pd can't change that while it runs
+                await peer._end()  # to become a client of both DHTs: p2pd can't change that while it runs
                 found = await begin(hidden=True, looks=True)
             await found.start()
         except BaseException:
@@ -147,31 +148,31 @@ class Peer:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    # What this peer is
+    # Properties of this peer
 
     @property
     def addrs(self) -> tuple[str, ...]:
-        """Addresses of this peer, without the `/p2p/...` part, those through relays first; empty in client mode.
+        """Addresses of this peer, without the `/p2p/...` end. Those through relays come first. Empty in client mode.
 
-        They change when its relays do, or this machine's networks.
+        They change with its relays and with this machine's networks.
         """
         daemon = self._running_daemon()
         return daemon.addrs if self._reachability is None else self._reachability.addrs
 
     @property
     def is_hidden(self) -> bool:
-        """True if others can't dial this peer, but only reach it through relays."""
+        """True if others can't dial this peer and reach it through relays only."""
         return self._reachability is not None and self._reachability.hidden
 
     @property
     def join_maddrs(self) -> tuple[str, ...]:
-        """Addresses that others give as initial peers to join through this one, or through whom this one joined."""
+        """Addresses that others use as initial peers to join through this one, or through its own initial peers."""
         if self.is_hidden:
             return tuple(f"{addr}/p2p/{peer_id}" for peer_id, addr in self._running_dht().initial_peers)
         return tuple(f"{addr}/p2p/{self.peer_id}" for addr in self.addrs)
 
     def find_relays(self, find: Callable[[], Sequence[RelayPeer]]) -> None:
-        """Ask these for a place, besides the initial peers, should nobody be able to dial this peer."""
+        """Ask these peers for a reservation as well, after the initial peers, if nobody can dial this peer."""
         if self._reachability is not None:
             self._reachability.find_relays = find
 
@@ -186,12 +187,12 @@ class Peer:
         return self._running_daemon().pid
 
     async def daemon_exited(self) -> None:
-        """Return when p2pd has exited, for whatever reason; without it this peer is of no use."""
+        """Return when p2pd has exited for any reason. Without it this peer is useless."""
         if self._daemon is not None:
             await self._daemon.exited()
 
     def sign(self, data: bytes) -> bytes:
-        """This peer's signature; `p2p/identity.verify` checks it."""
+        """Sign data as this peer. `p2p/identity.verify` checks it."""
         return self._identity.sign(data)
 
     # Streams
@@ -204,7 +205,7 @@ class Peer:
         timeout_s: float = CONNECT_TIMEOUT_S,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> FrameStream:
-        """A new stream to that peer, which may be this one, with keepalive.
+        """Open a stream with keepalive to that peer, which may be this one.
 
         Without addresses the swarm is asked for them.
 
@@ -214,7 +215,7 @@ class Peer:
         """
         self._running_daemon()
         if not is_peer_id(peer_id):
-            raise PeerUnreachableError(f"{peer_id!r} is no peer id", peer_id)
+            raise PeerUnreachableError(f"{peer_id!r} is not a peer id", peer_id)
         if peer_id == self.peer_id or self._dialler is None:
             ends = Caller(peer_id, "", through_relay=False), *await self._dial_self()
         else:
@@ -224,7 +225,8 @@ class Peer:
         return self._adopt(*ends, max_message_bytes)
 
     async def _dial_self(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """libp2p refuses it, but one server may run two parts of a route: so we come to ourselves as p2pd would."""
+        """libp2p refuses to dial itself, but one server may run two pieces of a route: connect to ourselves as p2pd
+        would."""
         if self._handler is None:
             raise PeerUnreachableError("this peer serves no streams", self.peer_id)
         caller = PeerID.from_base58(self.peer_id).to_bytes()
@@ -236,7 +238,7 @@ class Peer:
         return reader, writer
 
     async def serve_streams(self, handler: StreamHandler) -> None:
-        """Call `handler` for each stream that others open, each in its own task; returns when that is in place.
+        """Call `handler` for each stream that others open, each in its own task. Returns when that is in place.
 
         A stream is closed when its handler ends. A handler's exception is logged and harms no other stream.
 
@@ -261,7 +263,7 @@ class Peer:
             await stream.close()
 
     async def _start_relay(self, rules: RelayRules | None) -> None:
-        """Take the place of p2pd's own relay, which would serve anybody; also where this one serves nobody."""
+        """Replace p2pd's own relay, which would serve anybody; also if this one serves nobody."""
         daemon = self._running_daemon()
 
         async def open_stop(peer_id: str) -> ByteStream:
@@ -288,7 +290,7 @@ class Peer:
     # The DHT, for p2p/block_directory
 
     async def dht_store(self, texts: dict[str, str], expiration: float) -> bool:
-        """Store one text of this peer under each key. True if every key was taken by some node.
+        """Store one text of this peer under each key. True if some node took every key.
 
         Raises:
             PeerUnreachableError: this peer is closed, or its daemon died.
@@ -302,11 +304,11 @@ class Peer:
             PeerUnreachableError: this peer is closed, or its daemon died.
         """
         texts = await self._running_dht().read(key)
-        self._running_daemon()  # an answer from a dying daemon is no answer
+        self._running_daemon()  # an answer of a dying daemon doesn't count
         return texts
 
     def is_neighbour(self, peer_id: str) -> bool:
-        """True if this is a node of the DHT that was met lately, which nobody can invent."""
+        """True if this is a node of the DHT that was met lately, which nobody can fake."""
         return self._dht is not None and self._dht.knows(peer_id)
 
     @property
@@ -315,11 +317,11 @@ class Peer:
         return self._dht is None or self._dht.is_alone
 
     def join_by(self, initial_peers: Sequence[str]) -> None:
-        """Join through these as well, the next time that this peer is alone."""
+        """Use these as initial peers as well, the next time that this peer is alone."""
         self._running_dht().add_initial_peers(initial_peers)
 
     def prefer_records(self, prefers: Callable[[str], bool]) -> None:
-        """Keep the records of these peers before those of others, when there are too many."""
+        """Keep the records of these peers before those of others when there are too many."""
         self._running_dht().prefers = prefers
 
     def _running_daemon(self) -> Daemon:
@@ -338,7 +340,7 @@ class Peer:
     # Start and end
 
     async def close(self) -> None:
-        """Close all streams and end the daemon. Returns within a few seconds; may be repeated."""
+        """Close all streams and end the daemon. Takes a few seconds at most; may be repeated."""
         if self._closed:
             return
         self._closed = True
@@ -349,12 +351,12 @@ class Peer:
             os.close(self._identity_lock)
 
     async def _end(self) -> None:
-        """End what `_begin` began."""
+        """End everything that `_begin` began."""
         try:
             async with asyncio.timeout(END_TIMEOUT_S):
                 await self._end_traffic()
         except TimeoutError:
-            logger.warning("what still ran on p2pd did not end within %g s; it is ended all the same", END_TIMEOUT_S)
+            logger.warning("the tasks on p2pd did not end within %g s; stopping p2pd anyway", END_TIMEOUT_S)
         finally:
             if self._daemon is not None:
                 await self._daemon.end()
@@ -377,7 +379,7 @@ class Dialler:
         self._silent: dict[str, None] = {}  # a set in the order of time
 
     def fell_silent(self, peer_id: str) -> None:
-        """A stream to this peer, through a relay, has ended since nothing came: the relay may be what is frozen."""
+        """Note that a stream to this peer through a relay ended in silence. The relay may be frozen."""
         self._silent[peer_id] = None
         if len(self._silent) > MAX_SILENT:
             del self._silent[next(iter(self._silent))]
@@ -385,7 +387,7 @@ class Dialler:
     async def open(
         self, peer_id: str, addrs: Sequence[str], timeout_s: float
     ) -> tuple[Caller, asyncio.StreamReader, asyncio.StreamWriter]:
-        """A new stream to that peer, and how it is reached. Without addresses the swarm is asked for them.
+        """Open a stream to that peer; also return how it is reached. Without addresses the swarm is asked for them.
 
         Raises:
             PeerUnreachableError: the peer can't be dialled, or serves no such streams; or this peer's daemon died.
@@ -413,7 +415,7 @@ class Dialler:
 
 
 class Incoming:
-    """The daemon connects to the socket `name` in its directory for each stream at `protocol`."""
+    """Accepts streams at `protocol`. The daemon connects to the socket `name` in its directory for each."""
 
     def __init__(self, daemon: Daemon, name: str, protocol: str, handler: Handler) -> None:
         self._daemon, self._protocol, self._handler = daemon, protocol, handler
@@ -423,7 +425,7 @@ class Incoming:
         self._closed = False
 
     async def start(self, *, buffer_bytes: int = 1 << 16) -> None:
-        """Take the streams from now on, also those that the daemon itself took before.
+        """Accept streams from now on, also those that the daemon itself took before.
 
         Raises:
             PeerUnreachableError: the daemon died, or refuses.
@@ -459,7 +461,7 @@ class Incoming:
             writer.transport.abort()
 
     async def close(self) -> None:
-        """Take no more, and end the handlers."""
+        """Accept no more streams, and end the handlers."""
         self._closed = True
         if self._listener is not None:
             self._listener.close()
@@ -469,7 +471,7 @@ class Incoming:
 
 
 def other_end(peer_id: str, addr: bytes) -> Caller:
-    """The peer there; one whose address makes no sense counts as one behind a relay, which may do less."""
+    """The peer at the other end. If its address makes no sense, it counts as behind a relay, which has fewer rights."""
     try:
         host, through_relay = came_from(addr)
     except ValueError:

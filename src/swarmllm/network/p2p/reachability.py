@@ -43,30 +43,30 @@ logger = logging.getLogger(__name__)
 
 NUM_ASKED = 4
 SILENCE_S = 4.0
-"""Measured: who gets through says so in 0.24 s, who doesn't only after 15 s."""
+"""Measured: a peer that gets through says so in 0.24 s, one that doesn't only after 15 s."""
 FIRST_LOOK_S = 15.0
-"""A router that maps ports has done so by then; measured: after 10.5 s."""
+"""Seconds until the first check. A router that maps ports has done so by then; measured: after 10.5 s."""
 LOOK_S = 45.0
-"""Between looks; libp2p answers three a minute."""
+"""Seconds between checks. libp2p answers three a minute."""
 LOOKS_TO_HIDE = 2
-"""In a row that find a public server hidden before it believes it: a busy peer is silent, too."""
+"""Checks in a row that must fail before a public server counts as hidden. A busy peer is silent, too."""
 
 NUM_RELAYS = 3
-"""Reservations at a time: one relay's death is noticed by nobody who has the other addresses."""
+"""Reservations at a time, so that the death of one relay is not noticed."""
 RENEWAL_S = 10.0
-"""Between renewals, which show as well that the relay is still there."""
+"""Seconds between renewals, which also show that the relay is still there."""
 ANSWER_S = 5.0
-"""For a relay to be reached, and for it to answer."""
+"""Seconds to reach a relay, and for its answer."""
 RETRY_S = 15.0
-"""Until those who failed or refused are asked again; sooner if there is no relay at all."""
+"""Seconds until relays that failed or refused are asked again; `ALONE_S` if there is no relay at all."""
 ALONE_S = 2.0
 ADDRS_PER_RELAY = 2
-"""Addresses by which a relay is known, at most; more would fill the record."""
+"""Most addresses to use for one relay. More would fill the record."""
 
 
 @dataclass(frozen=True)
 class RelayPeer:
-    """A peer that may be a relay: others can dial it."""
+    """A peer that others can dial, so it may be a relay."""
 
     peer_id: str
     addrs: tuple[str, ...]
@@ -77,30 +77,30 @@ OpenHop = Callable[[RelayPeer], Awaitable[ByteStream]]
 
 
 class Reachability:
-    """How this peer is reached. `hidden`: not by dialling it, as was found out or said."""
+    """Knows how this peer is reached. `hidden`: not by dialling, as was found out or set."""
 
     def __init__(self, daemon: Daemon, dht: Dht, own_id: str, *, hidden: bool, looks: bool) -> None:
         self._daemon, self._dht, self._own_id = daemon, dht, own_id
         self.hidden = hidden
         self._looks = looks
         self.find_relays: Callable[[], Sequence[RelayPeer]] = tuple
-        """Who else may be asked to relay, after the initial peers."""
+        """More peers to ask for a reservation, after the initial peers."""
         self._guest: RelayGuest | None = None
         self._keeping: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def addrs(self) -> tuple[str, ...]:
-        """What to announce, the best ones first."""
+        """The addresses to announce, the best ones first."""
         direct = self._daemon.addrs
         if not self.hidden:
             return direct
         through_relays = () if self._guest is None else self._guest.addrs
-        # Neighbours in the same home or office dial the others; loopback addresses would mean other machines there.
+        # Neighbours in the same home or office dial the others. Loopback addresses would mean other machines there.
         return best_addrs([*through_relays, *(addr for addr in direct if not is_loopback(addr))])
 
     async def start(self) -> None:
-        """Return when others can reach this peer, if they ever can."""
+        """Return when others can reach this peer, or can't be made to."""
         loop = asyncio.get_running_loop()
         if self.hidden:
             await self._hide()
@@ -131,14 +131,16 @@ class Reachability:
                 "others can't dial this peer, and no peer relays for it yet: forward a port and name it by "
                 "--announce_maddrs, or have a peer with a public address join, like `swarmllm dht`"
             )
-        self._keeping = asyncio.get_running_loop().create_task(self._guest.run(), name="keep places at relays")
+        self._keeping = asyncio.get_running_loop().create_task(
+            self._guest.keep_reservations(), name="keep reservations at relays"
+        )
         self._tasks.append(self._keeping)
         self._keeping.add_done_callback(self._forget)
 
     def _forget(self, task: asyncio.Task[None]) -> None:
         self._tasks.remove(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("no more places at relays are asked for, restart this server", exc_info=error)
+            logger.error("this server asks for no more reservations at relays; restart it", exc_info=error)
 
     def _relay_peers(self) -> list[RelayPeer]:
         found: dict[str, list[str]] = {}
@@ -155,10 +157,10 @@ class Reachability:
         except P2PDaemonError as error:
             raise PeerUnreachableError(f"the relay can't be reached: {error}", relay.peer_id) from None
 
-    # Looking
+    # Checking
 
     async def is_hidden(self) -> bool | None:
-        """True if nobody can dial this peer; None: nobody can tell."""
+        """True if nobody can dial this peer; None if nobody can tell."""
         asked = [peer_id for peer_id in self._dht.known_peers() if peer_id != self._own_id][:NUM_ASKED]
         answers = await asyncio.gather(*(_can_dial(self._daemon, self._own_id, peer_id) for peer_id in asked))
         if True in answers:
@@ -208,7 +210,8 @@ async def _can_dial(daemon: Daemon, own_id: str, by: str) -> bool | None:
 
 
 class RelayGuest:
-    """`open_hop` opens a stream to a peer at HOP, `candidates` says whom to ask, in this order."""
+    """Keeps reservations at relays. `open_hop` opens a stream to a peer at HOP, `candidates` are the peers to ask, in
+    order."""
 
     def __init__(self, open_hop: OpenHop, candidates: Callable[[], Sequence[RelayPeer]]) -> None:
         self._open_hop = open_hop
@@ -219,12 +222,12 @@ class RelayGuest:
 
     @property
     def relays(self) -> tuple[RelayPeer, ...]:
-        """Those at which this peer has a place now."""
+        """Relays at which this peer has a reservation now."""
         return tuple(self._kept)
 
     @property
     def addrs(self) -> tuple[str, ...]:
-        """Addresses through them: one of each first."""
+        """Addresses through the relays: the best of each first."""
         numbered = [
             (place, circuit_through(addr, relay.peer_id))
             for relay in self._kept
@@ -232,8 +235,8 @@ class RelayGuest:
         ]
         return tuple(addr for _, addr in sorted(numbered, key=lambda one: one[0]))
 
-    async def run(self) -> None:
-        """Keep places for ever."""
+    async def keep_reservations(self) -> None:
+        """Keep reservations for ever."""
         try:
             while True:
                 await self.fill()
@@ -250,7 +253,7 @@ class RelayGuest:
             await asyncio.gather(*keeping, return_exceptions=True)
 
     async def fill(self) -> None:
-        """Ask for places until there are enough, or all candidates have been asked."""
+        """Ask for reservations until there are enough, or all candidates were asked."""
         now = asyncio.get_running_loop().time()
         retry_s = RETRY_S if self._kept else ALONE_S
         left = [one for one in self._candidates() if now - self._asked_at.get(one.peer_id, -RETRY_S) >= retry_s]
@@ -268,7 +271,7 @@ class RelayGuest:
             async with asyncio.timeout(ANSWER_S):
                 reader, writer = await self._open_hop(relay)
         except (SwarmError, TimeoutError) as error:
-            logger.debug("%s is no relay now: %r", relay.peer_id, error)
+            logger.debug("%s doesn't work as a relay now: %r", relay.peer_id, error)
             return
         try:
             await _renew(reader, writer)
@@ -276,7 +279,7 @@ class RelayGuest:
             writer.transport.abort()
             if not isinstance(error, (OSError, EOFError, TimeoutError, ValueError)):
                 raise
-            logger.debug("%s keeps no place for this peer: %r", relay.peer_id, error)
+            logger.debug("%s gave this peer no reservation: %r", relay.peer_id, error)
             return
         self._kept[relay] = asyncio.get_running_loop().create_task(self._keep(relay, reader, writer))
         logger.info("reached by others through %s", relay.peer_id)
@@ -288,7 +291,7 @@ class RelayGuest:
                     async with asyncio.timeout(RENEWAL_S):
                         if not await reader.read(1):
                             raise EOFError("it hung up")
-                        raise ValueError("it says something unasked")
+                        raise ValueError("it sent an unexpected message")
                 except TimeoutError:
                     await _renew(reader, writer)
         except (OSError, EOFError, TimeoutError, ValueError) as error:
@@ -301,9 +304,9 @@ class RelayGuest:
 
 
 def choose(left: Sequence[RelayPeer], kept: Iterable[RelayPeer], num: int) -> list[RelayPeer]:
-    """The next ones to ask: in their order, but first those of networks in which none is yet.
+    """The next peers to ask, in their order, but those in networks without a relay first.
 
-    Who has many addresses in one network would otherwise be all that a peer is reached through.
+    Otherwise a peer with many addresses in one network could become the only way to reach this one.
     """
     ids = {relay.peer_id for relay in kept}
     networks = {network for relay in kept for network in map(network_of, relay.addrs)}
@@ -320,11 +323,11 @@ def choose(left: Sequence[RelayPeer], kept: Iterable[RelayPeer], num: int) -> li
 
 
 async def _renew(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Ask for the place, or for more time.
+    """Ask for the reservation, or for more time.
 
     Raises:
         OSError, EOFError, TimeoutError: the relay is gone.
-        ValueError: it doesn't grant it, or would cut circuits soon, as p2pd's own relay does.
+        ValueError: it refuses, or would cut circuits soon, as p2pd's own relay does.
     """
     async with asyncio.timeout(ANSWER_S):
         writer.write(reserve())
@@ -332,4 +335,4 @@ async def _renew(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
     if number(answer, 1) != HopKind.STATUS or number(answer, 5) != Status.OK:
         raise ValueError(f"it answers {number(answer, 5)}")
     if 4 in answer:
-        raise ValueError("it limits what passes")
+        raise ValueError("it limits the traffic")

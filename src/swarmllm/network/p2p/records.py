@@ -1,16 +1,14 @@
-"""Records of the DHT: which ones a node of the swarm believes, and which it keeps when there are too many.
+"""Records of the DHT: which ones a node believes, and which it keeps when there are too many.
 
-Every node of the swarm runs this, bootstrap peers too. Valid records are a peer's own, signed, small and short-lived
-ones. A record has a key, a subkey = the peer id of its owner, and a value = msgpack of [name of the key, text] and a
-signature. The DHT keeps only a hash of the key, so the name travels in the value: that closes the namespace without a
-list of the models that exist. There are two kinds of keys: the register of checkpoints, and the servers of one
-checkpoint.
+Every node of the swarm runs this code, bootstrap peers too. A valid record is a peer's own, signed, small and
+short-lived. It has a key, a subkey (the peer id of its owner), and a value: msgpack of [name of the key, text], and a
+signature. The DHT keeps only a hash of the key, so the value holds the name. That closes the namespace without a list
+of all models. There are two kinds of keys: the register of checkpoints, and the servers of one checkpoint.
 
-`dht_node` uses `RecordStore` twice: for what this node stores for others, and for what one look collects from other
-nodes. It has a bounded number of bytes, whoever fills them. When there is no more room under a key, or in all, others
-are dropped at random to make some, but never the records of peers that this process prefers: those that it has dialled
-itself, and its own. So a flood of invented identities drives out each other. Pure: the time is passed in, in seconds
-as the DHT counts them.
+`dht_node` uses `RecordStore` twice: for records that this node stores for others, and for the results of one look-up.
+Its number of bytes is limited. When a key or the whole store is full, random records are dropped, but never those of
+peers that this process prefers: peers that it has dialled, and itself. So invented identities push out each other.
+Pure: the time is an argument, in seconds of the DHT's clock.
 """
 
 import hashlib
@@ -29,33 +27,33 @@ from swarmllm.data_structures import MAX_TTL_S
 from swarmllm.network.p2p.identity import SIGNATURE_BYTES, Identity, verify
 
 MODELS_KEY = "swarmllm.v1.models"
-"""Name of the key that holds the register of checkpoints."""
+"""Name of the key for the register of checkpoints."""
 SERVERS_PREFIX = "swarmllm.v1.servers."
-"""Begins the names of keys that hold the servers of a checkpoint; its fingerprint follows."""
+"""Prefix of the keys for the servers of a checkpoint. Its fingerprint follows."""
 CLOCK_TOLERANCE_S = 5.0
-"""hivemind's nodes accept each other with clocks up to 3 s apart."""
+"""hivemind's nodes accept each other if their clocks differ by at most 3 s."""
 MAX_VALUE_BYTES = 8 << 10
 MAX_MODEL_VALUE_BYTES = 2 << 10
-"""Bytes of a line in the register of checkpoints: a name and a fingerprint."""
+"""Most bytes of an entry in the register of checkpoints: a name and a fingerprint."""
 NUM_REMEMBERED = 8192
-"""Signatures that were checked and needn't be checked again: a look meets each record at several nodes, and the next
-look meets most of them once more. Checking one costs 0.13 ms, recognizing it 0.01 (measured on one machine)."""
+"""Number of checked signatures to remember. A look-up gets each record from several nodes, and the next look-up gets
+most of them again. Checking one costs 0.13 ms, recognizing it 0.01 (measured on one machine)."""
 
 _SERVERS_KEY = re.compile(re.escape(SERVERS_PREFIX) + r"[0-9A-Za-z]{8,128}")
 _DOMAIN = b"swarmllm dht record 1\x00"
 
 MAX_KEY_BYTES = 2 << 20
-"""Under one key. An answer holds them all, and a message of the DHT carries 4 MiB."""
+"""Most bytes under one key. An answer holds them all, and a message of the DHT carries 4 MiB."""
 MAX_BYTES = 16 << 20
-"""Bytes of everything."""
+"""Most bytes in all."""
 MAX_KEYS_PER_OWNER = 4
-"""A server needs two: of its checkpoint, and of the register of checkpoints; and those of before it was restarted."""
+"""Most keys of one owner. A server needs two, for its checkpoint and for the register, and two more after a restart."""
 RECORD_OVERHEAD_BYTES = 256
-"""Bytes that a record costs besides its value: Python's objects, its owner and its place in a message. Assumed."""
+"""Bytes of a record besides its value: Python's objects, its owner and its place in a message. Assumed."""
 SWEEP_S = 1.0
-"""Seconds between two looks for what has expired, which costs a look at each record."""
+"""Seconds between two searches for expired records, which look at each record."""
 SHARE_DROPPED = 16
-"""One of this many records that may be dropped makes room: to choose among all would cost a look at each of them."""
+"""One of this many records is dropped to make room. Choosing among all would look at each of them."""
 
 
 class Record(Protocol):
@@ -68,14 +66,14 @@ class Record(Protocol):
 
 
 def largest_value(key: str) -> int:
-    """Bytes that a value under the key of this name may have; 0: there is no such key."""
+    """Most bytes of a value under the key of this name; 0: there is no such key."""
     if key == MODELS_KEY:
         return MAX_MODEL_VALUE_BYTES
     return MAX_VALUE_BYTES if _SERVERS_KEY.fullmatch(key) else 0
 
 
 def key_digest(name: str) -> bytes:
-    """The hash by which the DHT knows a key."""
+    """The hash that the DHT uses for a key."""
     packed: bytes = msgpack.packb(name)
     return hashlib.sha1(packed, usedforsecurity=False).digest()
 
@@ -86,7 +84,7 @@ def _signed_bytes(record: Record, payload: bytes) -> bytes:
 
 
 class RecordValidator:
-    """hivemind's RecordValidatorBase by shape. With an identity it signs what this peer stores."""
+    """Has the shape of hivemind's RecordValidatorBase. With an identity it signs this peer's records."""
 
     priority = 0
 
@@ -95,10 +93,10 @@ class RecordValidator:
         self._clock = clock
         self._remembered: OrderedDict[bytes, None] = OrderedDict()
         self.num_checked = 0
-        """Signatures, since the start."""
+        """Signatures checked since the start."""
 
     def validate(self, record: Record) -> bool:
-        """True: store or believe this record. Never raises, whatever the record holds."""
+        """True if this record may be stored and believed. Never raises."""
         value: object = record.value
         expiration: object = record.expiration_time
         if not isinstance(value, bytes) or not SIGNATURE_BYTES < len(value) <= MAX_VALUE_BYTES:
@@ -130,13 +128,13 @@ class RecordValidator:
         return True
 
     def sign_value(self, record: Record) -> bytes:
-        """The value with this peer's signature."""
+        """Add this peer's signature to the value."""
         if self._identity is None:
             return record.value
         return record.value + self._identity.sign(_signed_bytes(record, record.value))
 
     def strip_value(self, record: Record) -> bytes:
-        """The value without its signature."""
+        """Remove the signature from the value."""
         return record.value[:-SIGNATURE_BYTES]
 
     def merge_with(self, other: object) -> bool:
@@ -172,7 +170,7 @@ def nobody(_: str) -> bool:
 
 @dataclass
 class RecordStore:
-    """Records by the hash of their key and by the peer id of their owner."""
+    """Records by the hash of their key and the peer id of their owner."""
 
     is_preferred: Callable[[str], bool] = nobody
     generator: Random = field(default_factory=Random)
@@ -183,7 +181,7 @@ class RecordStore:
     _swept_at: float = 0.0
 
     def put(self, key: bytes, owner: str, record: StoredRecord, now: float) -> bool:
-        """Keep the record; False if there is a later one of this owner, or no room for it."""
+        """Keep the record. False if there is a later one of this owner, or no room."""
         if record.expiration < now:
             return False
         if now - self._swept_at > SWEEP_S:
@@ -200,7 +198,7 @@ class RecordStore:
         return True
 
     def find(self, key: bytes, now: float) -> dict[str, StoredRecord]:
-        """The records under this key that hold still, by owner."""
+        """The records under this key that haven't expired, by owner."""
         return {owner: record for owner, record in self._records.get(key, {}).items() if record.expiration >= now}
 
     def __len__(self) -> int:
@@ -216,7 +214,7 @@ class RecordStore:
         return True
 
     def _drop_some(self, keys: Iterable[bytes]) -> bool:
-        """Drop some records under these keys; False if they are all of preferred peers."""
+        """Drop some records under these keys. False if all belong to preferred peers."""
         others = [(key, owner) for key in keys for owner in self._records.get(key, ()) if not self.is_preferred(owner)]
         for key, owner in self.generator.sample(others, -(-len(others) // SHARE_DROPPED)):
             self._drop(key, owner)
@@ -235,7 +233,7 @@ class RecordStore:
         self._count(key, owner, -1, -record.num_bytes)
 
     def _count(self, key: bytes, owner: str, num_records: int, num_bytes: int) -> None:
-        """Take note of a record that came or went."""
+        """Count a record that came or went."""
         self.num_bytes += num_bytes
         self._key_bytes[key] += num_bytes
         self._num_keys[owner] += num_records

@@ -1,18 +1,17 @@
-"""Servers that were met: of those whom the DHT names, who has been greeted and serves what it announces.
+"""Verified servers: they were greeted, and serve what they announce in the DHT.
 
-A record costs nothing, so nobody is counted, moved for or routed over because of one. Each process has one of these,
-between what the `block_directory` reads and everybody who decides by it: a server's placement, rebalancing and pings of
-its neighbours, a client's routes and traits. Every stream that the process opens to a server goes through here, and so
-verifies it; those that nobody has opened one to yet are dialled a bounded number at a time.
+A record costs nothing, so records alone decide nothing. Each process has one `VerifiedPeers` between the
+`block_directory` and everything that uses servers: a server's placement, rebalancing and pings of its neighbours; a
+client's routes and traits. Every stream that the process opens to a server goes through here and so verifies it.
+Servers without a stream are dialled, a limited number at a time.
 
     no verdict         never dialled, or long ago
-    confirmed          it said in its greeting that it serves what its record says, within the last `CONFIRMED_S`
-    refuted            it couldn't be dialled or greeted within the last `REFUTED_S`, or said something else
-    asked again        somebody was lost, so it is dialled anew; until it answers, it counts as never dialled
+    confirmed          its greeting confirmed its record within the last `CONFIRMED_S`
+    refuted            within the last `REFUTED_S` it couldn't be dialled or greeted, or its greeting differed
+    asked again        another server was lost, so it is dialled again; until it answers, it has no verdict
 
-Who made this may check greetings in its own way (`check`): a client knows what a model's blocks need, and refutes
-servers that claim something else. A server that answers the greeting may lie in it all the same, and compute nonsense;
-but it has to be there.
+The owner may add its own check of greetings (`check`): a client knows what a model's blocks need, and refutes servers
+that claim something else. A server may still lie in its greeting and compute nonsense, but it has to exist.
 """
 
 import asyncio
@@ -35,21 +34,22 @@ from swarmllm.version import __version__
 logger = logging.getLogger(__name__)
 
 CONFIRMED_S = 300.0
-"""Assumed: each process that looks at a server dials it once in this many seconds, if it doesn't use it anyway."""
+"""Assumed: each process dials a server that it knows of once in this many seconds, unless it uses it anyway."""
 REFUTED_S = 30.0
 """Assumed: seconds until a server that could not be reached is dialled again."""
 AGAIN_S = 2.0
 """Seconds until a server is dialled again because others were lost."""
 CHANGED_S = 2.0
-"""A record that says something else than a greeting that is older than this may be the newer one."""
+"""If a record differs from a greeting older than this, the record may be newer."""
 DIAL_TIMEOUT_S = 5.0
 LOOK_TIMEOUT_S = 3.0
-"""Seconds that a look waits for those that it dials: as long as it takes through half the internet. Others may count
-the next time."""
+"""Seconds to wait for the servers that are dialled: long enough to cross half the internet. Others may count the next
+time."""
 MAX_DIALS = 32
 """Dials at a time."""
 MAX_DIALS_PER_LOOK = 256
-"""A flood of records keeps nobody busy for long, and the honest of a large swarm are met within some looks."""
+"""Dials per look. A flood of records keeps nobody busy for long, and the honest servers of a large swarm are met within
+some looks."""
 
 
 CheckGreeting = Callable[[ServerInfo, ServedBlocks], None]
@@ -64,7 +64,7 @@ class _Verdict:
 
 
 class VerifiedPeers:
-    """Verdicts of `peer()` about the servers of the checkpoint of this fingerprint."""
+    """Verdicts about the servers of one checkpoint, reached through `peer()`."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class VerifiedPeers:
         clock: Callable[[], float] = time.monotonic,
         generator: Random | None = None,
     ) -> None:
-        """`contributor`: the key of a server for whose owner this process asks."""
+        """`contributor`: the key of the contributor's server, if this process belongs to one."""
         self._peer, self._contributor = peer, contributor
         self._fingerprint, self._check = fingerprint, check
         self._clock = clock
@@ -89,12 +89,12 @@ class VerifiedPeers:
     # What is known
 
     def __contains__(self, peer_id: str) -> bool:
-        """True if this peer has been met as a server lately, whatever it serves."""
+        """True if this peer was met as a server lately, whatever it serves."""
         verdict = self._verdicts.get(peer_id)
         return verdict is not None and verdict.served is not None and self._clock() - verdict.at < CONFIRMED_S
 
     def served(self, server: ServerInfo) -> ServedBlocks | None:
-        """The greeting of this server, if it confirms its record."""
+        """The greeting of this server if it confirms the record, else None."""
         verdict = self._verdicts.get(server.peer_id)
         if verdict is None or verdict.served is None or self._clock() - verdict.at >= CONFIRMED_S:
             return None
@@ -114,13 +114,13 @@ class VerifiedPeers:
         return self._clock() - verdict.at < (REFUTED_S if verdict.served is None else CHANGED_S)
 
     def renew(self, server: ServerInfo) -> None:
-        """A stream to this server is in use, and answers."""
+        """Note that a stream to this server is in use, and answers."""
         served = self.served(server)
         if served is not None:
             self._note(server.peer_id, served)
 
     def forget_others(self, servers: Iterable[ServerInfo]) -> None:
-        """Forget verdicts about servers that aren't announced any more, and were dialled long ago."""
+        """Forget old verdicts about servers that aren't announced any more."""
         announced, now = {server.peer_id for server in servers}, self._clock()
         for peer_id in [peer_id for peer_id, verdict in self._verdicts.items() if now - verdict.at > CONFIRMED_S]:
             if peer_id not in announced:
@@ -131,7 +131,7 @@ class VerifiedPeers:
     async def open_stream(
         self, server: ServerInfo, *, timeout_s: float = DIAL_TIMEOUT_S, **options: Any
     ) -> tuple[FrameStream, ServedBlocks | None]:
-        """A new stream to this server that has been greeted, and what it serves; None: nothing at the moment.
+        """Open a stream to this server and greet it; also return its blocks (None: none at the moment).
 
         Raises:
             PeerError: it can't be reached, speaks another protocol, or its greeting can't be true.
@@ -156,7 +156,7 @@ class VerifiedPeers:
                 stream.abort()
                 raise
         except ServerOverloadedError:
-            raise  # it is there
+            raise  # it exists
         except SwarmError:
             self._note(server.peer_id, None)
             raise
@@ -164,10 +164,10 @@ class VerifiedPeers:
         return stream, served
 
     async def greet(self, server: ServerInfo) -> ServedBlocks:
-        """Ask this server what it serves now, unless it has confirmed its record lately.
+        """Ask this server what it serves, unless it has confirmed its record lately.
 
         Raises:
-            BlocksNotServedError: it is not what it announces.
+            BlocksNotServedError: its record is wrong.
             PeerError: as `open_stream`.
         """
         dial = self._dials.get(server.peer_id)
@@ -192,7 +192,7 @@ class VerifiedPeers:
     async def verify(
         self, servers: Sequence[ServerInfo], *, timeout_s: float = LOOK_TIMEOUT_S
     ) -> tuple[ServerInfo, ...]:
-        """The servers among these that serve what they announce, after dialling the ones that nothing is known of."""
+        """Dial the servers without a verdict; return those that serve what they announce."""
         self.forget_others(servers)
         dials = self.verify_soon(servers)
         if dials:
@@ -200,13 +200,13 @@ class VerifiedPeers:
         return self.confirmed(servers)
 
     def neighbours(self, servers: Iterable[ServerInfo]) -> list[ServerInfo]:
-        """The servers among these to whose DHT nodes this process is connected: some of the honest are."""
+        """The servers among these that are neighbours in the DHT. Some of the honest ones always are."""
         return [server for server in servers if self._peer().is_neighbour(server.peer_id)]
 
     def verify_soon(self, servers: Iterable[ServerInfo], *, again: bool = False) -> list[asyncio.Task[None]]:
-        """Dial, in the background, those that nothing is known of: first who was met before or is a neighbour.
+        """Dial servers without a verdict in the background. Those met before and neighbours come first.
 
-        `again`: those too that were met or refuted before, but not just now.
+        `again`: also those that were met or refuted before, but not just now.
         """
 
         def is_wanted(server: ServerInfo) -> bool:
@@ -233,7 +233,7 @@ class VerifiedPeers:
         self._dials.pop(peer_id, None)
 
     async def close(self) -> None:
-        """End the dials that are under way."""
+        """End the dials in progress."""
         dials = list(self._dials.values())
         for dial in dials:
             dial.cancel()

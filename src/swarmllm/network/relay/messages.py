@@ -82,7 +82,7 @@ def read_varint(data: bytes, position: int) -> tuple[int, int]:
         number |= (byte & 127) << 7 * index
         if byte < 128:
             return number, position + index + 1
-    raise ValueError("a number has no end")
+    raise ValueError("a number is cut off")
 
 
 def encode(*fields: tuple[int, int | bytes]) -> bytes:
@@ -127,7 +127,7 @@ def number(fields: Fields, field: int) -> int | None:
     """
     value = fields.get(field, [None])[-1]
     if isinstance(value, bytes):
-        raise ValueError(f"field {field} of a message is no number")
+        raise ValueError(f"field {field} of a message is not a number")
     return value
 
 
@@ -205,7 +205,7 @@ def pack_circuit(addr: str) -> bytes:
     direct, _, relay = addr.removesuffix("/p2p-circuit").partition("/p2p/")
     parts = direct.split("/")
     if not addr.endswith("/p2p-circuit") or len(parts) != 5 or parts[0] or parts[3] != "tcp":
-        raise ValueError(f"{addr!r} is no address through a relay")
+        raise ValueError(f"{addr!r} is not an address through a relay")
     kind, host, port = parts[1], parts[2], int(parts[4])
     if not 0 < port < 1 << 16:
         raise ValueError(f"{addr!r} has no port")
@@ -223,7 +223,7 @@ def _pack_host(kind: str, host: str) -> bytes:
     if kind == "ip6":
         return varint(IP6) + ipaddress.IPv6Address(host).packed
     if kind not in NAMES or not 0 < len(host.encode()) < 256:
-        raise ValueError(f"{kind} {host!r} is no host")
+        raise ValueError(f"{kind} {host!r} is not a host")
     return varint(NAMES[kind]) + varint(len(host.encode())) + host.encode()
 
 

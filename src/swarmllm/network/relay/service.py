@@ -183,7 +183,7 @@ class RelayService:
             else:
                 await self._refuse(Status.MALFORMED_MESSAGE, reader, writer)
         except ValueError as error:
-            logger.debug("%s says to this relay what makes no sense: %s", caller.peer_id, error)
+            logger.debug("%s sent this relay an invalid message: %s", caller.peer_id, error)
             await self._refuse(Status.MALFORMED_MESSAGE, reader, writer)
         except (OSError, EOFError, TimeoutError) as error:
             logger.debug("a stream of %s to this relay ended: %r", caller.peer_id, error)

@@ -244,7 +244,7 @@ class FrameDecoder:
     def _check_prefix(self, prefix: ByteChunk) -> tuple[int, int, int, int, int]:
         magic, layout, kind, flags, header_bytes, part_bytes, total_bytes = PREFIX.unpack(prefix)
         if magic != MAGIC:
-            raise self._error("the stream doesn't begin a frame where one is due")
+            raise self._error("the stream has no frame where one must begin")
         if layout != FORMAT:
             raise self._error(f"frames of format {layout} are not known here; update the older side")
         if flags & ~OPTIONAL:
@@ -257,7 +257,7 @@ class FrameDecoder:
         if kind == MessageType.CONTINUE:
             message = self._message
             if message is None:
-                raise self._error("a message is continued that was not begun")
+                raise self._error("a message continues that never began")
             if header_bytes or flags or not part_bytes or total_bytes != self._message_bytes:
                 raise self._error("a continued message contradicts its beginning")
             if len(message.payload) + part_bytes > total_bytes:
@@ -269,7 +269,7 @@ class FrameDecoder:
             if self._message is not None:
                 raise self._error("a message begins within another one")
             if total_bytes and not part_bytes:
-                raise self._error("a message with a payload begins without any of it")
+                raise self._error("a message with a payload begins without it")
             if kind not in _TYPES and not flags & OPTIONAL:
                 raise self._error(f"message type {kind} is not known here; update the older side")
         return kind, flags, header_bytes, part_bytes, total_bytes

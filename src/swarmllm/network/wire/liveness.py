@@ -157,7 +157,7 @@ class Liveness:
 
 
 class Progress:
-    """True if the message that has begun on a stream goes on."""
+    """Detects whether the unfinished message of a stream makes progress."""
 
     def __init__(self, now: float) -> None:
         self._num_messages = self._num_bytes = 0
@@ -165,15 +165,15 @@ class Progress:
         self._since = now
 
     def restart(self, now: float) -> None:
-        """Begin to count anew: what the peer sent could not be seen, and that isn't its fault."""
+        """Count from now on: the peer's bytes could not be seen, and that isn't its fault."""
         self._since = now
 
     def goes_on(self, num_messages: int, num_bytes: int) -> bool:
-        """True if anything has come since `stalled_s` was asked last."""
+        """True if anything has come since the last call of `stalled_s`."""
         return (num_messages, num_bytes) != self._last
 
     def stalled_s(self, num_messages: int, num_bytes: int, now: float) -> float:
-        """Seconds without progress, where this many messages are complete and the next one has this many bytes."""
+        """Seconds without progress, given the number of complete messages and the bytes of the unfinished one."""
         self._last = num_messages, num_bytes
         if not num_bytes or num_messages != self._num_messages or num_bytes - self._num_bytes >= PROGRESS_BYTES:
             self._num_messages, self._num_bytes, self._since = num_messages, num_bytes, now
@@ -181,68 +181,77 @@ class Progress:
 
 
 class AdaptiveTimeout:
-    """The limit for one stream. Times are seconds of the event loop's clock."""
+    """The limit on a peer's silence while callers wait for it. Times are seconds of the event loop's clock.
+
+    Depends on how punctual the peer was lately. Only time tells a frozen peer from a slow one. A constant that is safe
+    on a machine with twenty busy processes is long on a quiet one. So the slowest of the last round trips sets the
+    limit, and a delay of this process counts for the peer, too.
+
+    Silence means an unanswered PING. The peer's own PINGs are no answer: they show that we hear the peer, not that it
+    hears us, and a connection may carry nothing in one direction.
+    """
 
     def __init__(self) -> None:
         self.num_waiting = 0
         """Callers that wait for the peer."""
         self.ping_is_under_way = False
         self._silent_since = 0.0
-        """When the first PING was sent that isn't answered; later if this process was late."""
+        """Time of the first unanswered PING; later if this process was late."""
         self._slowest_s: float | None = None
         self._sent = self._arrived = self._marked = 0
-        """Bytes in all; between the first two those that may still be under way."""
+        """Bytes sent, arrived, and sent before the last PING. Bytes between arrived and sent may still be on the
+        way."""
         self._marks: dict[int, int] = {}
         """Bytes that were sent before each PING, by its number."""
 
     def restart(self, now: float) -> None:
-        """Count silence from now on: the peer answered something, or this process doesn't take what comes."""
+        """Count silence from now on: the peer answered, or this process doesn't read."""
         self._silent_since = now
 
     def delay(self, now: float, late_s: float) -> None:
-        """This process was late, so it saw an answer later; and the peer may be on the same machine."""
+        """Note that this process was late by this much: answers look late, and the peer may be on the same machine."""
         self._silent_since = min(now, self._silent_since + 2 * late_s)
 
     def sent(self, num_bytes: int) -> None:
-        """Something was sent, a PING included."""
+        """Note that bytes were sent, PINGs included."""
         self._sent += num_bytes
 
     @property
     def unmarked_bytes(self) -> int:
-        """Bytes that were sent behind the last PING."""
+        """Bytes sent after the last PING."""
         return self._sent - self._marked
 
     def mark(self, number: int) -> None:
-        """A PING of this number is sent now, of whatever kind: all that was sent so far comes before it."""
+        """Note that a PING with this number is sent now: everything sent so far comes before it."""
         self._marked = self._marks[number] = self._sent
         if len(self._marks) > MAX_MARKS:
             del self._marks[next(iter(self._marks))]
 
     def arrived(self, number: object) -> None:
-        """The PING of this number was answered, so what was sent before it has arrived."""
+        """Note that this PING was answered: everything sent before it has arrived."""
         mark = self._marks.get(number) if isinstance(number, int) else None
         if mark is not None:
             self._arrived = mark
             self._marks = {other: later for other, later in self._marks.items() if later > mark}
 
     def pinged(self, now: float) -> None:
-        """A PING that is to show how punctual the peer is was sent."""
+        """Note that a PING was sent that measures how punctual the peer is."""
         if not self.ping_is_under_way:
             self.ping_is_under_way, self._silent_since = True, now
 
     def answered(self, round_trip_s: float) -> None:
-        """The last such PING was answered."""
+        """Note the answer to the last such PING."""
         self.ping_is_under_way = False
         self._slowest_s = max(round_trip_s, DECAY * (self._slowest_s or 0.0))
 
     def silent_s(self, now: float) -> float:
-        """Seconds since the peer should have answered something."""
+        """Seconds since the peer should have answered."""
         return now - self._silent_since
 
     def ends_at(self, mbps: float | None = None) -> float:
-        """The time at which a peer that answers nothing more has been silent for too long for those who wait.
+        """The time at which the peer is given up if it answers nothing more.
 
-        `mbps`: the rate of the link, if it is known.
+        `mbps`: the rate of the connection, if it is known.
         """
         if not self.num_waiting or not self.ping_is_under_way or self._slowest_s is None:
             return math.inf
@@ -252,23 +261,24 @@ class AdaptiveTimeout:
 
 
 class LinkRate:
-    """Takes the times of messages, and of the answers to the PINGs behind them."""
+    """The rate of one connection, learned from messages and from the answers to the PINGs behind them."""
 
     def __init__(self) -> None:
         self._under_way: dict[int, tuple[float, int]] = {}  # begin and bytes, by the number of the PING
         self._last_number = 0
         self._delivered_at = 0.0
         self._busy_since = 0.0
-        self._busy_bytes = 0  # what has arrived since then, without a pause
+        self._busy_bytes = 0  # bytes that have arrived since then without a pause
         self._rates: deque[float] = deque(maxlen=MEASUREMENTS)
 
     @property
     def mbps(self) -> float | None:
-        """Megabits per second; None before enough messages have arrived."""
+        """Megabits per second; None until enough messages have arrived."""
         return max(self._rates) if len(self._rates) >= MIN_MEASUREMENTS else None
 
     def sent(self, began_at: float, num_bytes: int) -> int | None:
-        """A message was written, from `began_at` on; the number for the PING behind it, None if it needs none."""
+        """Note a message written from `began_at` on. Returns the number for the PING behind it; None if it needs
+        none."""
         if num_bytes < MEASURED_BYTES:
             return None
         if len(self._under_way) >= MEASUREMENTS:
@@ -278,18 +288,18 @@ class LinkRate:
         return number
 
     def next_number(self) -> int:
-        """The number of a PING that measures no round trip: below 0, to be told from those that do."""
+        """The number of a PING that doesn't measure round trips. It is below 0, to tell it from those that do."""
         self._last_number -= 1
         return self._last_number
 
     def answered(self, number: object, now: float, round_trip_s: float | None) -> None:
-        """A PING was answered; the round trip is that of an idle link, None if it isn't known yet."""
+        """Note an answered PING. `round_trip_s`: that of an idle connection; None if it isn't known yet."""
         message = self._under_way.pop(number, None) if isinstance(number, int) else None
         if message is None:
             return
         began_at, num_bytes = message
         if round_trip_s is not None:
-            # Messages that wait for one another count together: an answer that comes late makes the next one seem fast.
+            # Messages that wait for each other count together, because a late answer makes the next one look fast.
             if began_at + round_trip_s > self._delivered_at:
                 self._busy_since, self._busy_bytes = began_at + round_trip_s, 0
             self._busy_bytes += num_bytes

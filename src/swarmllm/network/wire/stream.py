@@ -228,7 +228,7 @@ class FrameStream(asyncio.Protocol):
     def sent_too_much(self) -> None:
         """End the stream and forget what has come."""
         self._inbox.clear()
-        self._refuse(RemoteProtocolError("more was sent at once than there is room for: send less, or elsewhere"))
+        self._refuse(RemoteProtocolError("too much was sent at once: send less, or use another server"))
 
     def _refuse(self, error: RemoteProtocolError) -> None:
         self._write_control(MessageType.ERROR, error_header(error))

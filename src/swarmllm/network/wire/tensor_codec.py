@@ -149,7 +149,7 @@ class _Place(NamedTuple):
             start += count * dtype.itemsize
         beside, codes, exponents, places = parts
         if int(places.max()) >= BLOCK:
-            raise RemoteProtocolError(f"{self.name!r} has values beside that belong to no block")
+            raise RemoteProtocolError(f"{self.name!r} has outliers that belong to no block")
         return CompressedTensor(self.dtype, self.shape, beside, codes, exponents, places)
 
 
@@ -168,7 +168,7 @@ def _checked(descriptor: Any, start: int) -> _Place:
     extent = num_elements = 1
     for size in shape:
         if type(size) is not int or size < 0:
-            raise RemoteProtocolError(f"the shape of {name!r} has a size that is no count")
+            raise RemoteProtocolError(f"the shape of {name!r} has a size that is not a whole number")
         extent *= max(size, 1)
         num_elements *= size
         if extent > MAX_ELEMENTS:

@@ -30,26 +30,26 @@ from swarmllm.server.settings import memory_limit_bytes, require_device
 logger = logging.getLogger(__name__)
 
 OUT_OF_MEMORY = ("DefaultCPUAllocator", "bad_alloc", "out of memory", "ALLOC_FAILED")
-"""What is in the messages of plain RuntimeErrors by which torch and its libraries say so, on CPUs above all."""
+"""Words by which the plain RuntimeErrors of torch and its libraries say that memory ran out, on CPUs above all."""
 
 FREE_SHARE = 0.8
-"""Share of the free memory for blocks and caches if nothing else is said. Assumed: activations take the rest."""
+"""Share of the free memory that blocks and caches may take by default. Assumed: activations take the rest."""
 COUNTED_TOKENS = 8192
-"""Tokens of cache that each block is counted with when a server chooses how many to take. Assumed: some chats of 2048
-tokens. With all 65536 of the default, a block of Llama-2-7B would count as six."""
+"""Tokens of cache per block, when a server chooses the number of its blocks. Assumed: some chats of 2048 tokens. With
+all 65536 of the default, a block of Llama-2-7B would count as six."""
 LEAST_TOKENS = 256
-"""With less room for sessions, nobody could use the blocks."""
+"""Fewest tokens of cache: with less room for sessions, no client could use the blocks."""
 PAGES_SHARE = 1 / 8
-"""Most of the memory left beside the blocks that prompts kept for others may take."""
+"""Largest share, of the memory that blocks leave, for prompts that sessions share."""
 ADAPTERS_SHARE = 1 / 16
 ADAPTERS_BYTES = 2 << 30
-"""The same for adapters that clients send, of all clients together. Assumed: small beside their caches."""
+"""The same for adapters of all clients together. Assumed: they are small compared with the caches."""
 OWN_MEMORY = ("cuda", "xpu")
-"""Kinds of devices that have some; others compute in the processor's."""
+"""Kinds of devices with memory of their own; others use the processor's."""
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` = cuda if there is one.
+    """Return the torch device of this name; `auto` = cuda if there is one.
 
     Raises:
         ConfigurationError: it can't be used here.
@@ -60,13 +60,13 @@ def resolve_device(name: str) -> torch.device:
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:  # torch built without CUDA asserts
-        reason = str(error).strip().split("\n")[0].split(". ")[0]  # torch tells a long story of mps
+        reason = str(error).strip().split("\n")[0].split(". ")[0]  # the message about mps is long
         raise ConfigurationError(f"device {name!r} can't be used here: {reason}") from None
 
 
 @cache
 def hardware_name(device: torch.device, number: int = 1) -> str:
-    """What computes, in words that fit an announcement; `number` of them together."""
+    """Name the hardware, in words that fit an announcement; `number` of devices together."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines() if device.type == "cpu" else []
@@ -75,7 +75,7 @@ def hardware_name(device: torch.device, number: int = 1) -> str:
 
 
 def out_of_memory(error: object) -> ServerOutOfMemoryError | None:
-    """What `error` is for a client, if it means that memory ran out; None if it means something else."""
+    """Translate `error` for a client if it means that memory ran out; None if it means something else."""
     if isinstance(error, ServerOutOfMemoryError):
         return error
     said_so = isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)
@@ -85,22 +85,21 @@ def out_of_memory(error: object) -> ServerOutOfMemoryError | None:
 
 
 def log_lacks(errors: Iterable[object]) -> None:
-    """Log a line for each of these errors that means that memory ran out, unless it was translated, and logged, before.
+    """Log a line for each error that means that memory ran out and wasn't logged before.
 
-    The sessions of one forward share its error, which is one lack.
+    The sessions of one forward share its error, so they give one line.
     """
     for error in {id(error): error for error in errors}.values():
         if not isinstance(error, ServerOutOfMemoryError) and out_of_memory(error):
             reason = f"{type(error).__name__} {error}".strip().split("\n")[0][:300]
-            logger.warning("memory ran out, which the client is told: %s", reason)
+            logger.warning("memory ran out, and the client gets an error: %s", reason)
 
 
 def lost_context(error: object) -> str | None:
-    """What took with it all that this process can compute by: no call will go well any more.
+    """Return the reason why this process can't compute any more, if `error` means that; else None.
 
-    That is a follower that has gone, or a failure of CUDA that ends the process's context; None if it is neither. An
-    index outside its table does so, and a kernel that fails or a device that falls off its bus; lack of memory doesn't.
-    To be called in the device thread.
+    A follower has gone, or a failure of CUDA has ended the process's context: an index outside its table, a failed
+    kernel, or a lost device does so, lack of memory doesn't. Call it in the device thread.
     """
     if isinstance(error, GroupLostError):
         return str(error)
@@ -117,14 +116,14 @@ def lost_context(error: object) -> str | None:
 
 @contextmanager
 def memory_errors_translated() -> Iterator[None]:
-    """Translates what libraries raise when memory runs out.
+    """Translate the errors of libraries that mean that memory ran out.
 
     Raises:
-        ServerOutOfMemoryError: what is within ran out of memory.
+        ServerOutOfMemoryError: the code within ran out of memory.
     """
     try:
         yield
-    except (MemoryError, RuntimeError) as error:  # of which torch's OutOfMemoryError is one
+    except (MemoryError, RuntimeError) as error:  # torch's OutOfMemoryError is a RuntimeError
         found = out_of_memory(error)
         if found is None:
             raise
@@ -134,7 +133,7 @@ def memory_errors_translated() -> Iterator[None]:
 
 @contextmanager
 def block_errors_translated() -> Iterator[None]:
-    """Translates what blocks raise: inputs that they can't run on are the sender's fault, lack of memory is nobody's.
+    """Translate the exceptions of blocks: unusable inputs are the sender's fault, lack of memory is no peer's fault.
 
     Raises:
         RemoteProtocolError, ServerOutOfMemoryError: the blocks within failed.
@@ -152,7 +151,7 @@ def block_errors_translated() -> Iterator[None]:
 
 
 def on_device(inputs: BlockInputs, blocks: BlockSpan) -> BlockInputs:
-    """The inputs as the blocks need them."""
+    """Move the inputs to the device and dtype of the blocks."""
     hidden = inputs.hidden_states
     fits = hidden.device == blocks.device and hidden.dtype == blocks.dtype
     if fits and all(getattr(inputs, name) is None for name in BESIDE):
@@ -161,36 +160,36 @@ def on_device(inputs: BlockInputs, blocks: BlockSpan) -> BlockInputs:
 
 
 class Accelerator(Protocol):
-    """What the device thread needs of a device that isn't the processor itself."""
+    """The device thread's view of a device that isn't the processor itself."""
 
     def fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return when all that was asked of the device before is done: copies in host memory.
+        """Wait until the device has done all queued work, and copy the tensors into host memory.
 
         Raises:
-            RuntimeError: what was asked for has failed.
+            RuntimeError: the queued work has failed.
         """
 
 
 class DeviceStream:
-    """The stream of a device of torch on which this thread computes."""
+    """The torch stream on which the device thread computes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         copies = [queued_copy(tensor) if tensor.device == self._device else tensor for tensor in tensors]
-        # Not the whole device, on which blocks that are offloaded may be on their way beside it.
+        # Not the whole device: offloaded blocks may be on their way to it at the same time.
         torch.accelerator.current_stream(self._device).synchronize()
         return copies
 
 
 def accelerator_of(device: torch.device) -> Accelerator | None:
-    """None for a processor, which is done when a call returns."""
+    """Return the accelerator of a device; None for a processor, whose calls return when they are done."""
     return None if device.type == "cpu" else DeviceStream(device)
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory of the device that nobody uses and this process may."""
+    """Free memory of the device that this process may use."""
     if device.type in OWN_MEMORY:
         return int(getattr(torch, device.type).mem_get_info(device)[0])
     return available_memory_bytes()
@@ -204,14 +203,14 @@ def total_bytes(device: torch.device) -> int:
 
 
 def usable_bytes(device: torch.device, max_memory: str | None = None) -> int:
-    """What blocks and caches may take now in all; `max_memory` as in the server's settings."""
+    """Bytes that blocks and caches may take now in all; `max_memory` as in the server's settings."""
     if max_memory is None:
         return int(free_bytes(device) * FREE_SHARE)
     return memory_limit_bytes(max_memory, total_bytes(device))
 
 
 def cache_bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype) -> int:
-    """About what one position of a session takes on one block, by the config: on the safe side where blocks differ.
+    """Estimate the bytes of one position of a session on one block, from the config; too many rather than too few.
 
     Once blocks are loaded, it is measured.
     """
@@ -233,9 +232,9 @@ def _of_one_block(config: PreTrainedConfig, dtype: torch.dtype) -> int:
 
 
 def num_blocks_that_fit(block_bytes: Sequence[int], cache_bytes: int, usable: int, num_offloaded: int = 0) -> int:
-    """How many blocks fit, each with this much cache; one also with less; 0 if not even that.
+    """Number of blocks that fit, each with this much cache; one may fit with less; 0 if not even one fits.
 
-    Offloaded ones take no memory but for those that are there while they compute.
+    Offloaded blocks take no memory, except for those that are there while they compute.
     """
     largest = max(block_bytes)
     usable_with_them = usable + (num_offloaded - num_slots(num_offloaded)) * largest
@@ -244,7 +243,7 @@ def num_blocks_that_fit(block_bytes: Sequence[int], cache_bytes: int, usable: in
 
 
 def num_to_offload(block_bytes: Sequence[int], cache_bytes: int, usable: int) -> int:
-    """How many of these blocks must be offloaded so that all of them fit with this much cache each; all if none do."""
+    """Smallest number of blocks to offload so that all blocks fit with this much cache each; all if nothing fits."""
     for number in range(len(block_bytes)):
         if number != 1 and num_blocks_that_fit(block_bytes, cache_bytes, usable, number) == len(block_bytes):
             return number
@@ -253,7 +252,7 @@ def num_to_offload(block_bytes: Sequence[int], cache_bytes: int, usable: int) ->
 
 @dataclass(frozen=True)
 class CacheRoom:
-    """Bytes for sessions, for prompts that are kept for others, and for adapters that clients send."""
+    """Bytes for sessions, for prompts that sessions share, and for adapters that clients send."""
 
     sessions: int
     pages: int
@@ -263,7 +262,7 @@ class CacheRoom:
 def cache_room(
     left: int, *, bytes_per_token: int, bytes_per_session: int, session_tokens: int, prefix_tokens: int
 ) -> CacheRoom:
-    """What can be promised of the memory that blocks have left.
+    """Divide the memory that blocks have left.
 
     Raises:
         ConfigurationError: too little for a session.

@@ -119,7 +119,7 @@ def _forward(pieces: Sequence[Piece]) -> list[object]:
         else:
             outcomes[idx] = call
     for packer, group in calls.items():
-        results = outcome_of(partial(packer.run, [call for _, call in group]))
+        results = outcome_of(partial(packer.run_calls, [call for _, call in group]))
         for place, (idx, _) in enumerate(group):
             outcomes[idx] = results[place] if isinstance(results, list) else results
     return outcomes
@@ -157,7 +157,7 @@ def joined(step: SessionStep) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How busy the device thread is, and how much it has done so far."""
+    """Load of the device thread, and its work so far."""
 
     queue_ms: float
     """Smoothed time that a session's step waited for its turn."""
@@ -273,7 +273,7 @@ class DeviceThread:
 
     @property
     def load(self) -> Load:
-        """How busy the thread is, as of now."""
+        """Load of the thread, as of now."""
         return self._meter.load(time.perf_counter())
 
     @property

@@ -26,35 +26,35 @@ from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.server.device.device import block_errors_translated, on_device
 
 TURN_TOKENS = 128
-"""Tokens of one turn, if the rows aren't longer. Assumed: with fewer, matrix products on a CPU wait for the weights."""
+"""Tokens of one turn, unless one row is longer. Assumed: with fewer, matrix products on a CPU wait for the weights."""
 TURN_BLOCK_TOKENS = 4096
-"""Tokens times blocks of one turn on a device, which is waited for after each. Assumed: some 8 ms, of which what a turn
-begins with, and waiting, take one."""
+"""Tokens times blocks of one turn on a device; the thread waits for the device after each turn. Assumed: some 8 ms, of
+which beginning the turn and waiting take one."""
 
 T = TypeVar("T")
 Turns = Generator[None, None, T]
-"""Work for the device thread that pauses between its turns, and returns its result after the last one."""
+"""Work for the device thread that yields between its turns, and returns its result after the last one."""
 
 KEEP_S = 60.0
-"""Assumed: a client that has not called backward by then has gone, or is so busy that the servers' second forward makes
-no difference."""
+"""Seconds that a forward is kept for its backward. Assumed: a client that hasn't asked by then has gone, or is so busy
+that a second forward makes no difference."""
 
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """One part's forward, ready for its backward; made and used in the device thread."""
+    """The recorded forward of some blocks, ready for its backward; made and used in the device thread."""
 
     outputs: Tensor
     inputs: dict[str, Tensor]
-    """The leaves by name: hidden_states, perhaps inputs_embeds."""
+    """Inputs that get gradients, by name: hidden_states, perhaps inputs_embeds."""
     trained: list[Tensor]
-    """The leaves that are an adapter's."""
+    """Tensors of an adapter that get gradients."""
     span: Span
     num_tokens: int
 
     @classmethod
     def record(cls, blocks: BlockSpan, inputs: BlockInputs, span: Span) -> "Graph":
-        """Run the blocks, and remember how.
+        """Run the blocks, and record the graph.
 
         Raises:
             SwarmError: they can't run on these inputs.
@@ -71,7 +71,7 @@ class Graph:
             return cls(outputs, wanted, trained, span, inputs.num_positions)
 
     def gradients(self, grad_outputs: Tensor) -> dict[str, Tensor]:
-        """The gradients of the inputs by name, and of the adapter's values as one tensor `adapter`. Works once.
+        """Compute the gradients of the inputs by name, and of the adapter's values as one tensor `adapter`. Works once.
 
         Raises:
             SwarmError: they can't be computed.
@@ -91,7 +91,7 @@ class Graph:
 
 
 class KeptForward:
-    """One forward as graphs: of groups of rows, and for each of the parts of the blocks in their order."""
+    """A whole forward, kept for its backward: for each group of rows, one graph for each group of blocks."""
 
     def __init__(self, groups: list[list[Graph]], batch_axis: int = 0) -> None:
         self._groups = groups
@@ -100,10 +100,10 @@ class KeptForward:
         self.num_tokens = sum(graphs[0].num_tokens for graphs in groups)
 
     def gradients(self, grad_outputs: Tensor) -> Turns[dict[str, Tensor]]:
-        """The gradients of the inputs of the first part, as `Graph.gradients` gives them. Works once.
+        """Compute the gradients of the inputs, as `Graph.gradients` gives them. Works once.
 
         Raises:
-            SwarmError: the gradient of the outputs has another shape than they.
+            SwarmError: the gradient of the outputs has another shape than the outputs.
         """
         if grad_outputs.shape != self.outputs.shape:
             raise RemoteProtocolError(
@@ -125,12 +125,12 @@ class KeptForward:
 
 
 def _backward(graphs: list[Graph], grad_outputs: Tensor) -> Turns[dict[str, Tensor]]:
-    """The gradients of one group of rows; what each part has kept is free after its turn."""
+    """Compute the gradients of one group of rows; each graph is freed after its turn."""
     found = graphs.pop().gradients(grad_outputs)
     while graphs:
         yield
         before, found = found, graphs.pop().gradients(found["hidden_states"])
-        for name in before.keys() - {"hidden_states"}:  # all parts have used them
+        for name in before.keys() - {"hidden_states"}:  # all blocks have used them
             found[name] = found[name] + before[name]
     return found
 
@@ -138,7 +138,7 @@ def _backward(graphs: list[Graph], grad_outputs: Tensor) -> Turns[dict[str, Tens
 def forward(
     blocks: BlockSpan, inputs: BlockInputs, span: Span, *, short_turns: bool = False
 ) -> Turns[dict[str, Tensor]]:
-    """The outputs, and nothing kept; without `short_turns` in one.
+    """Compute the outputs and keep nothing; without `short_turns`, in one turn.
 
     Raises:
         SwarmError: the blocks can't run on these inputs.
@@ -147,11 +147,11 @@ def forward(
     groups = _groups(blocks, inputs, short_turns)
     for rows in groups:
         hidden = rows.hidden_states
-        for part in _parts(blocks, span, rows.num_positions) if short_turns else [span]:
-            if outputs or part.start != span.start:
+        for turn_span in _turn_spans(blocks, span, rows.num_positions) if short_turns else [span]:
+            if outputs or turn_span.start != span.start:
                 yield
             with torch.inference_mode(), block_errors_translated():
-                hidden = blocks.forward(on_device(rows.with_hidden(hidden), blocks), part)
+                hidden = blocks.forward(on_device(rows.with_hidden(hidden), blocks), turn_span)
         outputs.append(hidden)
     if inputs.inner is not None:
         inputs.inner.join([rows.inner for rows in groups], blocks.traits.batch_axis)
@@ -159,7 +159,7 @@ def forward(
 
 
 def record(blocks: BlockSpan, inputs: BlockInputs, span: Span, *, short_turns: bool = False) -> Turns[KeptForward]:
-    """A forward for which a backward will come.
+    """Compute a forward, and record it for the backward that will come.
 
     Raises:
         SwarmError: the blocks can't run on these inputs.
@@ -167,11 +167,11 @@ def record(blocks: BlockSpan, inputs: BlockInputs, span: Span, *, short_turns: b
     groups: list[list[Graph]] = []
     for rows in _groups(blocks, inputs, short_turns):
         graphs: list[Graph] = []
-        for part in _parts(blocks, span, rows.num_positions):
+        for turn_span in _turn_spans(blocks, span, rows.num_positions):
             if groups or graphs:
                 yield
             hidden = graphs[-1].outputs.detach() if graphs else rows.hidden_states
-            graphs.append(Graph.record(blocks, rows.with_hidden(hidden), part))
+            graphs.append(Graph.record(blocks, rows.with_hidden(hidden), turn_span))
         groups.append(graphs)
     return KeptForward(groups, blocks.traits.batch_axis)
 
@@ -179,16 +179,16 @@ def record(blocks: BlockSpan, inputs: BlockInputs, span: Span, *, short_turns: b
 def gradients(
     blocks: BlockSpan, inputs: BlockInputs, span: Span, grad_outputs: Tensor, *, short_turns: bool = False
 ) -> Turns[dict[str, Tensor]]:
-    """The gradients that `KeptForward.gradients` gives, from the inputs alone."""
+    """Compute the gradients that `KeptForward.gradients` gives, from the inputs alone."""
     kept = yield from record(blocks, inputs, span, short_turns=short_turns)
     yield
     return (yield from kept.gradients(grad_outputs))
 
 
-def _parts(blocks: BlockSpan, span: Span, num_tokens: int) -> list[Span]:
-    """The smallest that can run alone; on a device, as many blocks as one turn is worth for that many tokens.
+def _turn_spans(blocks: BlockSpan, span: Span, num_tokens: int) -> list[Span]:
+    """Cut the span into the smallest spans that can run alone; on a device, into as many blocks as fit one turn.
 
-    Each begins with what the model does before its blocks: 0.3 ms, measured.
+    Each begins with the code that the model runs before its blocks: 0.3 ms, measured.
     """
     size = 1 if blocks.device.type == "cpu" else max(1, TURN_BLOCK_TOKENS // num_tokens)
     cuts = [span.start]
@@ -199,7 +199,7 @@ def _parts(blocks: BlockSpan, span: Span, num_tokens: int) -> list[Span]:
 
 
 def _groups(blocks: BlockSpan, inputs: BlockInputs, short_turns: bool) -> list[BlockInputs]:
-    """The rows that go together: on a GPU, whose turns are short anyway, all."""
+    """Group the rows into turns; on a GPU, whose turns are short anyway, all rows go together."""
     cut = short_turns and blocks.device.type == "cpu" and decisive_rows(inputs, blocks.traits) is None
     size = max(1, TURN_TOKENS // inputs.seq_len) if cut else inputs.batch_size
     if size >= inputs.batch_size:
@@ -213,9 +213,9 @@ def _joined(tensors: list[Tensor], axis: int) -> Tensor:
 
 
 class KeptForwards:
-    """Forwards by peer and request; the oldest go when there are too many tokens, each goes after `KEEP_S`.
+    """Kept forwards by peer and request; the oldest go when there are too many tokens, each goes after `KEEP_S`.
 
-    `max_tokens` is what one request may have: a server has room to compute the gradients of that anyway.
+    `max_tokens` is the most that one request may have: a server has room to compute its gradients anyway.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -233,7 +233,7 @@ class KeptForwards:
         self._kept[key] = forward, timer
 
     def take(self, peer_id: str, request: int) -> KeptForward:
-        """Take a forward, which is gone from here then.
+        """Take a forward out.
 
         Raises:
             SessionLostError: it isn't here.
@@ -246,12 +246,12 @@ class KeptForwards:
         return forward
 
     def clear(self) -> None:
-        """Forget all, as the blocks that they belong to are going."""
+        """Drop all forwards, as their blocks are going."""
         for key in list(self._kept):
             self._drop(key)
 
     def _drop(self, key: tuple[str, int]) -> int:
-        """Forget it; how many tokens it was of."""
+        """Drop a forward, and return its number of tokens."""
         if key not in self._kept:
             return 0
         forward, timer = self._kept.pop(key)

@@ -1,9 +1,9 @@
-"""How a server with `--nice` gives way to its owner's programs: the fewer cores they leave it, the longer it pauses.
+"""A server with `--nice` gives way to its owner's programs: the fewer cores they leave it, the longer it pauses.
 
 After each forward it pauses, so that it computes for the share of the time that is left, and announces that share of
-its speed. Where nothing was left for a minute, it announces a queue as well, for which sessions are taken elsewhere if
-they can be. It is slow at worst: it answers pings meanwhile, and no session is lost. `device/device_thread` asks when
-to compute again. What other programs do on a GPU is not looked at.
+its speed. If nothing was left for a minute, it announces a queue as well, so that clients move their sessions elsewhere
+if they can. It is slow at worst: it answers pings meanwhile, and no session is lost. `device_thread` asks when to
+compute again. Other programs on a GPU are not observed.
 """
 
 import asyncio
@@ -20,25 +20,26 @@ from swarmllm.data_structures import ServerInfo
 logger = logging.getLogger(__name__)
 
 LOOK_S = 3.0
-"""Seconds over which is averaged. Assumed: what takes less is done by the low priority alone."""
+"""Seconds between two looks, whose average counts. Assumed: the low priority alone handles shorter loads."""
 MIN_SHARE = 0.1
-"""Share of the time: ten times slower at worst, where a step may take 300 s (`ClientConfig.step_timeout_s`)."""
+"""Smallest share of the time: ten times slower at worst, where a step may take 300 s
+(`ClientConfig.step_timeout_s`)."""
 MAX_PAUSE_S = 1.0
-"""Longest pause, after a long forward, which is slowed down less: a server that is told to stop must be gone
-within 10 s."""
+"""Longest pause. Longer forwards are slowed down less: a server that is told to stop must be gone within 10 s."""
 NOTABLE, FULL = 0.8, 0.9
-"""Shares below which a server begins to give way, and from which it has its full speed again. Assumed."""
+"""A server begins to give way below the first share, and has its full speed again from the second on. Assumed."""
 PAUSED_AFTER_S = 60.0
-"""Assumed: whoever compiles or encodes for longer than that goes on for a while."""
+"""Seconds without any core until a queue is announced. Assumed: a program that computes for a minute goes on for a
+while."""
 PAUSED_QUEUE_MS = 60_000.0
-"""The queue that is announced then: any other server is better, but this one is better than none."""
+"""The announced queue: any other server is better, but this one is better than none."""
 MAX_MS = 1e6
-"""The most that a record may say."""
+"""Largest number of milliseconds in a record."""
 
 
 @dataclass(slots=True)
 class Niceness:
-    """The state of one server, which computes at full speed until others are seen. Times are passed in.
+    """The state of one server, which computes at full speed until it sees other programs. Times are passed in.
 
     The device thread and the event loop share it: each field is written by one of them only.
     """
@@ -47,11 +48,11 @@ class Niceness:
     """Share of the time that may be computed at present."""
     paused: bool = False
     resumes_at: float = 0.0
-    """When the last pause ends, on the device_thread's clock."""
+    """End of the last pause, on the device thread's clock."""
     _left_at: float | None = None
 
     def look(self, others_cores: float, num_cores: int, wanted_cores: int, now: float) -> None:
-        """Note that others have kept some cores busy lately; the server would like to use `wanted_cores`."""
+        """Note that other programs kept `others_cores` busy lately; the server would like to use `wanted_cores`."""
         share = (num_cores - others_cores) / max(1, min(wanted_cores, num_cores))
         self.share = 1.0 if share >= (NOTABLE if self.share == 1.0 else FULL) else max(MIN_SHARE, share)
         if share > MIN_SHARE or self._left_at is None:
@@ -59,15 +60,15 @@ class Niceness:
         self.paused = now - self._left_at >= PAUSED_AFTER_S
 
     def ran(self, cpu_s: float, took_s: float, now: float) -> None:
-        """Note that a forward took `took_s`, and had a core for `cpu_s` of them: the others have had the rest."""
+        """Note that a forward took `took_s`, and had a core for `cpu_s` of them: other programs had the rest."""
         self.resumes_at = now + min(max(0.0, cpu_s / self.share - took_s), MAX_PAUSE_S)
 
     def pause_s(self, now: float) -> float:
-        """Seconds for which the device has to leave the machine to the others; 0 = not at all."""
+        """Seconds that the device must leave the machine to other programs; 0 = none."""
         return max(0.0, self.resumes_at - now)
 
     def announced(self, info: ServerInfo) -> ServerInfo:
-        """What is left of the speeds that were measured."""
+        """Reduce the measured speeds to the share that is left."""
         if self.share == 1.0:
             return info
         names = ("decode_ms_per_block", "decode_ms_per_block_batch8", "context_ms_per_block_per_1k")
@@ -93,14 +94,16 @@ async def give_way(niceness: Niceness, wanted_cores: Callable[[], int], period_s
 
 
 def cores_of_others(before: tuple[float, ...], after: tuple[float, ...]) -> float:
-    """Cores that programs of usual priority kept busy in between: those that run at a lower one want to give way, too,
-    and two such servers on one machine would wait for each other."""
+    """Number of cores that programs of usual priority kept busy in between.
+
+    Programs of lower priority want to give way, too: two such servers on one machine would wait for each other.
+    """
     seconds, usual, nice, own = (now - then for now, then in zip(after, before, strict=True))
-    # Linux counts our own time as `nice`; where the system doesn't tell it apart, it is among the usual.
+    # Linux counts our own time as `nice`; other systems count it as usual time.
     return max(0.0, usual - max(0.0, own - nice)) / max(seconds, 1e-3)
 
 
 def _seconds() -> tuple[float, float, float, float]:
-    """(clock, all programs of usual priority, those of lower, this one)."""
+    """Return (clock, seconds of programs of usual priority, of lower priority, of this process)."""
     machine = psutil.cpu_times()
     return time.monotonic(), machine.user, getattr(machine, "nice", 0.0), os.times().user

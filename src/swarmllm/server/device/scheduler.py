@@ -3,9 +3,9 @@
 Pure objects over (queue, budget, now), driven by `device_thread`. They know neither tensors nor sessions, only what
 these ask for. The rules of `Scheduler`, in this order:
 
-0.  Work of accounts that come first (`Account.comes_first`) is taken before all other work (`Precedence`). Other work
-    makes it wait for at most `others_share` of the time; within that share, other work runs when the device is free.
-    Low-priority decode steps join a forward of accounts that come first if they add next to nothing to its time.
+0.  Work of privileged accounts (`Account.comes_first`) is taken before all other work (`Precedence`). Other work makes
+    it wait for at most `others_share` of the time; within that share, other work runs when the device is free. Decode
+    steps of other accounts join a forward of privileged ones if they add next to nothing to its time.
 1.  Work that can't be packed runs alone, in turns. Training has `training_share` of the time even while others wait,
     and one turn per `patience_s`.
 2.  Decode steps that are ready go together. If only one account decodes, all of its steps go. If several accounts
@@ -35,50 +35,54 @@ from typing import Generic, TypeVar
 SMOOTHING = 0.1
 
 GAPS = 4.0
-"""The wait ends when nothing has come for this many times the usual gap in a burst: e^-4, 2 %, of gaps are longer where
-messages come independently of each other."""
+"""The wait ends when no step has come for this many times the usual gap in a burst. If messages come independently of
+each other, e^-4 (2 %) of gaps are longer."""
 MOST_SHARE = 0.5
-"""Share of a forward that one gap may take, whatever gaps there were: what waits in vain costs half as much at most as
-what it may save."""
+"""Largest share of a forward that one gap may take. So a wait in vain costs at most half of what it might have
+saved."""
 TRIES = 16
-"""Forwards between two waits where waiting isn't worthwhile: they show whether it has become so."""
+"""Forwards without a wait after waits in vain; then one wait shows if waiting is worth it again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """On whom the device's time is spent."""
+    """The client, or group of clients, that the device's time is spent on."""
 
     name: str
-    """A client's peer id; of clients of somebody who serves, the id of that server: all of them have one turn."""
+    """A client's peer id. Clients that belong to a server of the swarm have that server's id, and one turn together."""
     comes_first: bool = False
-    """Whether it may take most of the device from those who don't."""
+    """True if it may take most of the device's time from other accounts."""
 
 
 HOUSE = Account("")
-"""What a server does for itself."""
+"""The server's own work."""
 
 
 class RoundRobin:
-    """Accounts in turns, each with the seconds that it may still take, or owes."""
+    """Deficit round robin in seconds of device time: accounts in turns, each with a balance of seconds.
+
+    After Shreedhar and Varghese (1995), but the cost of a forward is charged after it has run, as it isn't known
+    before.
+    """
 
     def __init__(self) -> None:
-        self._balances: OrderedDict[str, float] = OrderedDict()  # whose turn is next, first
+        self._balances: OrderedDict[str, float] = OrderedDict()  # the next turn first
         self._quantum_s = 0.02
-        """What an account gets with each turn: what it took at a time, smoothed; before that a guess."""
+        """Seconds that an account gets with each turn: the smoothed time of its calls; a guess before the first one."""
 
     def __len__(self) -> int:
         return len(self._balances)
 
     def order(self, waiting: Collection[str]) -> list[str]:
-        """Those who wait, whose turn is first to last; whoever owes seconds comes after the others, until turns have
-        repaid them."""
+        """Sort the waiting accounts by their turns. Accounts that owe seconds come last, until turns have repaid
+        them."""
         for name in waiting:
             self._balances.setdefault(name, 0.0)
         if waiting and (least_debt := min(-self._balances[name] for name in waiting)) > 0:
-            for name in self._balances:  # the turns until one of them owes nothing, at once
+            for name in self._balances:  # all turns at once, until one account owes nothing
                 self._balances[name] += least_debt
         for name in [name for name, balance in self._balances.items() if balance >= 0 and name not in waiting]:
-            del self._balances[name]  # nobody saves turns up
+            del self._balances[name]  # turns can't be saved up
         while waiting and (first := next(iter(self._balances.items())))[1] < 0:
             self._balances[first[0]] += self._quantum_s
             self._balances.move_to_end(first[0])
@@ -86,39 +90,39 @@ class RoundRobin:
         return sorted(in_turns, key=lambda name: self._balances[name] < 0)
 
     def charge(self, name: str, seconds: float) -> None:
-        """Note what it has taken."""
+        """Subtract the seconds that it has taken."""
         self._quantum_s += SMOOTHING * (seconds - self._quantum_s)
         if name in self._balances:
             self._balances[name] -= seconds
 
 
 class Precedence:
-    """Whether those who come first are here, and what the others may cost them."""
+    """The privileged accounts (`comes_first`): are they here, and how long may other work make them wait?"""
 
     def __init__(self, others_share: float, here_s: float) -> None:
         self._others_share, self._here_s = others_share, here_s
         self._came_at = self._left_at = float("-inf")
         self._others_from = float("-inf")
-        """When the others have made good what they cost."""
+        """Time at which the other accounts have repaid the waiting that they caused."""
         self._others_last: tuple[float, float] | None = None
-        """When the others' last forward began and ended, until it is known what it cost."""
+        """Begin and end of the other accounts' last forward, until its cost is known."""
         self._others_s = 0.0
-        """How long it took."""
+        """Duration of that forward."""
 
     def holds(self, now: float) -> bool:
-        """Whether those who come first have been here a moment ago, as somebody who decodes was."""
+        """True if privileged work ran or waited within the last `here_s` seconds."""
         return now < self._left_at + self._here_s
 
     def hold_s(self, now: float) -> float:
-        """Seconds for which the others have to leave the device alone though nobody else waits."""
+        """Seconds that other accounts must wait, although the device is idle."""
         return max(0.0, min(self._others_from, self._left_at + self._here_s) - now)
 
     def others_turn(self, now: float) -> bool:
-        """Whether the others go on although somebody waits who comes first."""
+        """True if other accounts have their turn although privileged work waits."""
         return now >= max(self._others_from, self._came_at + self._others_s / self._others_share)
 
     def waits_since(self, queued_at: float, now: float) -> None:
-        """Note that somebody waits who comes first."""
+        """Note that privileged work waits."""
         if not self.holds(now):
             self._came_at = self._left_at = now
         if self._others_last is not None:
@@ -128,7 +132,7 @@ class Precedence:
                 self._others_from = ended_at + waited_s / self._others_share
 
     def ran(self, first: bool, began_at: float, ended_at: float) -> None:
-        """Note a forward of theirs, or of the others."""
+        """Note a forward of privileged accounts (`first`), or of the others."""
         if first:
             self._left_at, self._others_last = ended_at, None
         else:
@@ -136,15 +140,21 @@ class Precedence:
 
 
 class BurstWait:
-    """The state of one device, which waits for nobody before its first forward."""
+    """Decide if an idle device waits a moment, because more decode steps are on their way.
+
+    Sessions that a server has computed together reach the next one as a burst of messages. A device that starts with
+    the first of them would split the group: two forwards, which read the weights twice. So it waits while messages keep
+    coming, at most for the time of the second forward, and stops waiting if it has mostly waited in vain. The time of a
+    forward and the gaps in a burst are observed on this machine. The first forward doesn't wait.
+    """
 
     def __init__(self) -> None:
         self._forward_s = 0.0
-        """Time of a forward of decode steps, smoothed."""
+        """Smoothed time of a forward of decode steps."""
         self._gap_s: float | None = None
-        """Time between two steps of a burst, smoothed."""
+        """Smoothed time between two steps of a burst."""
         self._share = 1.0
-        """Share of waits that were not in vain, smoothed."""
+        """Smoothed share of waits that were not in vain."""
         self._left_out = 0
         self._began_at: float | None = None
         self._last_at = 0.0
@@ -152,17 +162,17 @@ class BurstWait:
 
     @property
     def pause_s(self) -> float:
-        """How long to wait for the next step of a burst."""
+        """Seconds to wait for the next step of a burst."""
         most_s = MOST_SHARE * self._forward_s
         return most_s if self._gap_s is None else min(most_s, GAPS * self._gap_s)
 
     @property
     def _is_worthwhile(self) -> bool:
-        """Whether the forwards that are saved take longer than the waits in vain."""
+        """True if the saved forwards take longer than the waits in vain."""
         return self._share * self._forward_s >= (1 - self._share) * self.pause_s
 
     def wait_s(self, now: float) -> float:
-        """How long to wait for one more step before the next forward; 0 = not at all."""
+        """Seconds to wait for one more step before the next forward; 0 = not at all."""
         if self._began_at is None:
             if not self._is_worthwhile and self._left_out < TRIES:
                 return 0.0
@@ -185,7 +195,7 @@ class BurstWait:
         self._left_out, self._began_at, self._came = 0, None, False
 
     def took(self, forward_s: float) -> None:
-        """Note how long a forward of decode steps alone has taken."""
+        """Note the time of a forward of decode steps alone."""
         self._forward_s += (SMOOTHING if self._forward_s else 1.0) * (forward_s - self._forward_s)
 
 
@@ -193,55 +203,55 @@ class Priority(IntEnum):
     """Lower runs first."""
 
     DECODE = 0
-    """Somebody waits for the next token."""
+    """A client waits for the next token."""
     PREFILL = 1
-    BATCH = 2
-    """Forward and backward of training."""
+    SESSIONLESS = 2
+    """Forward and backward without a session (training, above all), and loading of blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What one forward may hold."""
+    """Limits of one forward, and shares of time."""
 
     max_sessions: int = 64
     max_tokens: int = 1024
-    """Assumed: longer forwards gain nothing per token on any CPU, and delay whoever comes next."""
+    """Assumed: longer forwards gain nothing per token on any CPU, and delay the next step."""
     max_prefill_tokens_beside_decode: int = 8
-    """Tokens of prompts beside decode steps; `device/throughput` measures how many are worth it."""
+    """Tokens of prompts in a forward with decode steps; `throughput` measures the best number."""
     doubling_tokens: int = 27
-    """Tokens that take as long, in one forward with others, as a decode step alone; measured there as well."""
+    """Number of tokens that take as long, in one forward with others, as a decode step alone; also measured there."""
     decoding_s: float = 0.5
-    """A session decodes as long as it is open and its last such step is no older. Assumed: a slow chain's time per
-    token."""
+    """Seconds after its last decode step in which an open session still counts as decoding. Assumed: the time per token
+    of a slow chain."""
     others_share: float = 0.1
-    """Share of the time that those who come first may wait for others. Beside their steps ride others that take half as
-    large a share of a step's time."""
+    """Share of the time that privileged work may wait for other work. Decode steps of other accounts may add half as
+    large a share to the time of privileged steps."""
     training_share: float = 0.1
-    """Share of the time that training has while others wait all the time."""
+    """Share of the time for training while other work waits all the time."""
     patience_s: float = 1.0
-    """Longest wait for training's next turn: where turns take long, they get more than their share."""
+    """Longest wait for training's next turn; if its turns are long, training gets more than its share."""
     pause_s: float = 0.1
-    """How long after a decode step the next one is waited for; whoever has stopped decoding costs training, and prompts
-    of the same account, no more than this. Measured beside 50 ms (docs/benchmarks.md), which a token through two busy
-    servers sometimes exceeds."""
+    """Seconds after a decode step in which the next one is expected. A client that has stopped decoding delays
+    training, and prompts of its own account, by at most this time. Compared with 50 ms (docs/benchmarks.md), which a
+    token through two busy servers sometimes exceeds."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Work:
-    """Something that waits for the device."""
+    """Work that waits for the device."""
 
     num_tokens: int
-    """Tokens still to be computed; the scheduler takes off what it hands out."""
+    """Tokens still to be computed; the scheduler subtracts the tokens of each piece."""
     granule: int
-    """Tokens of the smallest piece, of which all pieces are multiples; `num_tokens` if it can't be cut."""
+    """Size of the smallest piece in tokens; all pieces are multiples of it. `num_tokens` if the work can't be cut."""
     priority: Priority
     queued_at: float = 0.0
     """Seconds, on the clock of `now`."""
     session: str | None = None
-    """The session whose step it is; None: it can't be packed with others."""
+    """The step's session; None: it can't be packed with other work."""
     account: Account = HOUSE
     begun: bool = False
-    """Whether a part of it has been taken."""
+    """True when a piece of it has been taken."""
 
 
 W = TypeVar("W", bound=Work)
@@ -252,7 +262,7 @@ class Scheduler(Generic[W]):
 
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
-        """May be replaced between two calls."""
+        """May be replaced between two forwards."""
         self._waiting: dict[W, None] = {}  # in the order of arrival
         self._first, self._others = _Class(), _Class()
         self._running: list[tuple[W, int]] = []
@@ -261,7 +271,7 @@ class Scheduler(Generic[W]):
         self._precedence = Precedence(budget.others_share, budget.decoding_s)
         self._trained_at = float("-inf")
         self._turn_s = 0.02
-        """How long training's last turn took; before the first one a guess."""
+        """Duration of training's last turn; a guess before the first one."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -271,7 +281,7 @@ class Scheduler(Generic[W]):
         self._waiting[work] = None
 
     def discard(self, work: W) -> None:
-        """Forget work that nobody wants any more; harmless when it has been taken already."""
+        """Remove work that was cancelled; harmless if it has been taken already."""
         self._waiting.pop(work, None)
 
     def forget(self, session: str) -> None:
@@ -279,31 +289,34 @@ class Scheduler(Generic[W]):
         self._decoded.pop(session, None)
 
     def decoding(self, now: float) -> tuple[int, int]:
-        """Sessions whose decode steps wait, and all that decode: they, and those that did a moment ago."""
-        self._forget_who_stopped(now)
+        """Count the sessions whose decode steps wait, and all decoding sessions: these, and those that stepped a moment
+        ago."""
+        self._forget_stopped(now)
         waiting = {work.session for work in self._waiting if work.priority is Priority.DECODE}
         return len(waiting), len(waiting) + sum(session not in waiting for session in self._decoded)
 
     def hold_s(self, now: float) -> float:
-        """Seconds for which the others have to leave the device to those who come first, though none of them waits."""
+        """Seconds that other accounts must leave the device to privileged accounts, although no privileged work
+        waits."""
         return 0.0 if self._first_waits() else self._precedence.hold_s(now)
 
     def pause_s(self, now: float) -> float:
-        """Seconds for which training should leave the device to decode steps that are due; 0 = not at all."""
+        """Seconds that training should leave the device to decode steps that are due; 0 = none."""
         first = self._first_waits()
         stepped_at = max(
             (one.at for one in self._decoded.values() if one.account.comes_first >= first), default=float("-inf")
         )
-        if self._trained_at < stepped_at or any(work.priority is not Priority.BATCH for work in self._waiting):
+        if self._trained_at < stepped_at or any(work.priority is not Priority.SESSIONLESS for work in self._waiting):
             return 0.0
         return max(0.0, stepped_at + self.budget.pause_s - now)
 
     def next(self, now: float) -> list[tuple[W, int]]:
-        """What to compute next, together, and how many tokens of each; work that can't be packed comes alone.
+        """Choose the work to compute together next, with the number of tokens of each; work that can't be packed comes
+        alone.
 
         Empty only if nothing waits.
         """
-        self._forget_who_stopped(now)
+        self._forget_stopped(now)
         first = [work for work in self._waiting if work.account.comes_first]
         others = [work for work in self._waiting if not work.account.comes_first]
         if first:
@@ -313,7 +326,7 @@ class Scheduler(Generic[W]):
         alone, decodes, prefills = _ready(works, kind.turns)
         if alone is not None and self._may_run(alone, kind, now, others_wait=bool(decodes or prefills)):
             pieces = [(alone, alone.granule)]
-            if alone.priority is Priority.BATCH:
+            if alone.priority is Priority.SESSIONLESS:
                 self._trained_at, kind.has_trained = now, True
         else:
             pieces = self._pack(decodes, prefills, riders, kind, now) if works else []
@@ -327,7 +340,7 @@ class Scheduler(Generic[W]):
         return pieces
 
     def ran(self, now: float) -> None:
-        """Note that what `next` gave has been computed."""
+        """Note that the work which `next` chose has been computed."""
         pieces, self._running = self._running, []
         tokens: Counter[Account] = Counter()
         for work, num_tokens in pieces:
@@ -335,13 +348,13 @@ class Scheduler(Generic[W]):
         for account, num_tokens in tokens.items():
             seconds = (now - self._began_at) * num_tokens / tokens.total()
             (self._first if account.comes_first else self._others).turns.charge(account.name, seconds)
-        if pieces and pieces[0][0].priority is Priority.BATCH:
+        if pieces and pieces[0][0].priority is Priority.SESSIONLESS:
             self._turn_s = now - self._began_at
         if pieces:
             self._precedence.ran(any(work.account.comes_first for work, _ in pieces), self._began_at, now)
 
     def _may_run(self, alone: W, kind: "_Class", now: float, *, others_wait: bool) -> bool:
-        if alone.priority is not Priority.BATCH or not others_wait:
+        if alone.priority is not Priority.SESSIONLESS or not others_wait:
             return True
         if kind.has_trained:
             return False
@@ -382,7 +395,7 @@ class Scheduler(Generic[W]):
         return num_tokens
 
     def _of_several(self, decodes: list[W]) -> list[W]:
-        """All of one account; one each of several, and then those for which the time of a step more is worth it."""
+        """Choose decode steps: all if there is one account; else one of each, and more while the time is worth it."""
         accounts = {work.account.name for work in decodes}
         first = any(work.account.comes_first for work in decodes)
         decoding = {one.account.name for one in self._decoded.values() if one.account.comes_first >= first}
@@ -397,7 +410,7 @@ class Scheduler(Generic[W]):
         return taken
 
     def _prefill_room(self, work: W, decodes: list[W], now: float) -> int:
-        """Tokens that this forward may spend on prefill, as far as `work` is concerned."""
+        """Tokens of prefill that this forward may hold, as far as `work` is concerned."""
         others_decode = bool(decodes) or any(
             session != work.session
             and one.account.comes_first >= work.account.comes_first
@@ -409,23 +422,24 @@ class Scheduler(Generic[W]):
         return self.budget.max_tokens
 
     def _is_guest(self, work: W, now: float) -> bool:
-        """Whether others come before this work, now or in a moment."""
+        """True if privileged accounts come before this work, now or in a moment."""
         return not work.account.comes_first and self._precedence.holds(now)
 
-    def _forget_who_stopped(self, now: float) -> None:
-        """Forget each session once, whenever it is: however many have been here, they cost nothing now."""
+    def _forget_stopped(self, now: float) -> None:
+        """Forget sessions that stopped decoding; each is forgotten once, so the number of past sessions costs
+        nothing."""
         while self._decoded and next(iter(self._decoded.values())).at < now - self.budget.decoding_s:
             self._decoded.popitem(last=False)
 
 
 @dataclass(slots=True)
 class _Class:
-    """Those who come first, or the others."""
+    """State of the privileged accounts, or of the others."""
 
     turns: RoundRobin = field(default_factory=RoundRobin)
     prefill_is_owed: bool = False
     has_trained: bool = False
-    """Whether its last turn was training's."""
+    """True if its last turn was one of training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,7 +449,8 @@ class _Decoded:
 
 
 def _ready(works: Sequence[W], turns: RoundRobin) -> tuple[W | None, list[W], list[W]]:
-    """The most urgent work that runs alone, and what sessions want next: decode steps, prefill steps, in turns."""
+    """Find the most urgent work that runs alone, and the next decode and prefill step of each session, in turns of
+    accounts."""
     order = turns.order({work.account.name for work in works})
     alone: list[W] = []
     decodes: list[W] = []
@@ -447,13 +462,13 @@ def _ready(works: Sequence[W], turns: RoundRobin) -> tuple[W | None, list[W], li
         elif work.session not in seen:
             seen.add(work.session)
             (decodes if work.priority is Priority.DECODE else prefills).append(work)
-    # What has begun is finished first: it holds memory.
+    # Work that has begun is finished first: it holds memory.
     most_urgent = min(_in_turns(alone, order), key=lambda work: (work.priority, not work.begun), default=None)
     return most_urgent, _in_turns(decodes, order), _in_turns(prefills, order)
 
 
 def _in_turns(works: Sequence[W], order: Sequence[str]) -> list[W]:
-    """One of each account, then the next of each, of which each has its own in the order of arrival."""
+    """Sort work in turns: the oldest of each account, then the next of each."""
     if len(order) < 2:
         return list(works)
     by_account: dict[str, list[W]] = {name: [] for name in order}
@@ -470,7 +485,8 @@ class _Forward(Generic[W]):
         self._max_sessions, self._room = max_sessions, room
 
     def add(self, work: W, num_tokens: int) -> int:
-        """Add up to this many tokens of `work`; returns how many. The first one gets at least its smallest piece."""
+        """Add up to this many tokens of `work`, and return their number. The first work gets at least its smallest
+        piece."""
         if len(self.pieces) == self._max_sessions:
             return 0
         num_tokens = min(num_tokens, self._room, work.num_tokens)

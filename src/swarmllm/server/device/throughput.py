@@ -27,48 +27,48 @@ from swarmllm.models.span.trials import random_inputs
 logger = logging.getLogger(__name__)
 
 PACKING_CONTEXTS = (20, 120, 8, 60)
-"""Tokens in the caches of this many sessions."""
+"""Tokens in the caches of the measured sessions."""
 PACKING_STEPS_S = 0.05
-"""Time of a step of each, one by one: as many blocks take part, one at least. Assumed."""
+"""Time of one step of each session, one by one; as many blocks as that are measured, one at least. Assumed."""
 PACKING_BUDGET_S = 0.3
-"""Seconds after which no round begins."""
+"""Seconds after which no further round begins."""
 PACKING_ROUNDS = 3
-"""Rounds, of which the fastest counts: what disturbs a measurement only ever makes it slower."""
+"""Number of rounds; the fastest counts, as disturbances only ever make a measurement slower."""
 WORTH_A_CHANGE = 0.9
-"""Share of the time: a way that usually is slower must be this much faster."""
+"""A usually slower way must take less than this share of the time."""
 
 FORWARD_TOKENS = 128
 REPEATS = 3
 BATCH = 8
-PART_S = 0.1
-"""Time of a forward over those blocks that are measured, in place of all: one at least. Assumed, with the two below, so
-that a server starts a second or two later at most, however many blocks it has, unless one of them takes longer."""
+MEASURED_S = 0.1
+"""Time of a forward over the measured blocks; at least one is measured. Assumed, with the two below, so that a server
+starts at most a second or two later, however many blocks it has, unless one block takes longer."""
 BUDGET_S = 1.0
-"""Seconds after which nobody begins another measurement."""
+"""Seconds after which no further measurement begins."""
 SLOW_S = 0.25
-"""Seconds from which on something is measured only twice: warming up makes no difference there."""
+"""Calls that take longer are measured only twice: warming up makes no difference there."""
 CONTEXT_TOKENS = 1024
 CONTEXT_BUDGET_S = 0.4
-"""Seconds for filling the cache; where blocks are slower than that, a shorter context must do."""
+"""Seconds for filling the cache; slower blocks are measured with a shorter context."""
 WORTH_A_THREAD = 0.9
-"""More threads must be this much faster: they take the cores from somebody else, and oversubscribed cores are 5 to 20
-times slower (measured with two servers on two cores)."""
+"""More threads must take less than this share of the time: they take cores from other programs, and oversubscribed
+cores are 5 to 20 times slower (measured with two servers on two cores)."""
 PREFILL_SHARE = 0.3
-"""Share of the time of one session's decode step, for the prompt's tokens that are computed beside it. Measured with 4
-sessions, hidden 512, 2 servers: with 8 tokens the 95th percentile of their time between tokens grows 1.5- to 1.7-fold
-beside a prompt of 2000; with 13 to 16 1.8- to 2.2-fold, with 32 2.1, with 64 3.2. With half of the time it was 8 tokens
-on one machine and 13 on another."""
+"""Share of a decode step's time, for a prompt's tokens in the same forward. Measured with 4 sessions, hidden 512, 2
+servers, a prompt of 2000: the 95th percentile of their time between tokens grows 1.5- to 1.7-fold with 8 tokens, 1.8-
+to 2.2-fold with 13 to 16, 2.1-fold with 32, 3.2-fold with 64. Half of the time was 8 tokens on one machine and 13 on
+another."""
 MIN_PREFILL_TOKENS = 8
-"""Fewer take as long on every CPU."""
+"""Fewer tokens take as long, on every CPU."""
 PIECES = (64, 256, 1024)
-"""Tokens of prompts whose forwards are measured on devices that compute beside the thread that asks them to."""
+"""Lengths of prompts that are measured on devices that compute asynchronously."""
 COMPUTING = 2.0
-"""A forward of four times as many tokens takes at least so many times as long, if it isn't the asking that takes the
-time. Assumed: halfway between 1 and 4."""
+"""A forward of four times as many tokens takes at least this many times as long, if its time is computing and not
+launching. Assumed: halfway between 1 and 4."""
 
 
 def first_blocks(blocks: BlockSpan, num_blocks: int) -> Span:
-    """The first of the blocks, at least one; some more than `num_blocks` where the model can't be cut there."""
+    """Return the first of the blocks, at least one; more than `num_blocks` if the model can't be cut there."""
     end = min(blocks.span.start + max(1, num_blocks), blocks.span.end)
     while end in blocks.traits.forbidden_cuts:
         end += 1
@@ -76,18 +76,18 @@ def first_blocks(blocks: BlockSpan, num_blocks: int) -> Span:
 
 
 def seconds(blocks: BlockSpan, run: Callable[[], object]) -> float:
-    """Seconds until the device of `blocks` has done what `run` asks of it."""
+    """Seconds of `run`, until the device of `blocks` has done its work."""
     started = time.perf_counter()
     run()
     if blocks.device.type != "cpu":
-        torch.accelerator.synchronize(blocks.device)  # until here it has only been asked
+        torch.accelerator.synchronize(blocks.device)  # until here it has only been launched
     return time.perf_counter() - started
 
 
 def choose_packing(
     ways: Sequence[Packing], measure: Callable[[Packing], float], now: Callable[[], float] = time.perf_counter
 ) -> Packing:
-    """The fastest of `ways`, the usually best first, by what `measure` gives for each of them, in seconds."""
+    """Choose the fastest of `ways` (the usually best first), by the seconds that `measure` gives for each of them."""
     deadline = now() + PACKING_BUDGET_S
     least = dict.fromkeys(ways, float("inf"))
     for _ in range(PACKING_ROUNDS):
@@ -103,21 +103,21 @@ def choose_packing(
 
 @torch.inference_mode()
 def measure_packing(packer: Packer, decode_ms_per_block: float) -> Packing:
-    """The fastest of the ways that are right for the packer's blocks."""
+    """Measure which of the right ways is fastest for the packer's blocks."""
     blocks, ways = packer.blocks, packer.ways
     most_steps = PACKING_ROUNDS * len(ways)  # of one session
     longest = (
         int(min(blocks.max_positions or max(PACKING_CONTEXTS) + most_steps, blocks.traits.even_length)) - most_steps
     )
-    if len(ways) == 1 or longest < 1 or ways[0] == Packing.PAGED:  # whose steps are recorded for all blocks only
+    if len(ways) == 1 or longest < 1 or ways[0] == Packing.PAGED:  # its steps are recorded for all blocks only
         return ways[0]
-    part = first_blocks(blocks, int(PACKING_STEPS_S / (decode_ms_per_block / 1e3 * len(PACKING_CONTEXTS))))
+    span = first_blocks(blocks, int(PACKING_STEPS_S / (decode_ms_per_block / 1e3 * len(PACKING_CONTEXTS))))
     calls = []
     for context in PACKING_CONTEXTS:
-        cache = blocks.new_cache(part)
-        blocks.forward(random_inputs(blocks, min(context, longest)), part, cache)
-        calls.append(SessionCall(random_inputs(blocks, 1), part, cache))
-    return choose_packing(ways, lambda way: seconds(blocks, partial(packer.run, calls, way)))
+        cache = blocks.new_cache(span)
+        blocks.forward(random_inputs(blocks, min(context, longest)), span, cache)
+        calls.append(SessionCall(random_inputs(blocks, 1), span, cache))
+    return choose_packing(ways, lambda way: seconds(blocks, partial(packer.run_calls, calls, way)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,7 @@ class Throughput:
     decode_ms_per_block_batch8: float = 0.0
     """0 = not measured, here and below."""
     piece_ms_per_block: Mapping[int, float] = field(default_factory=dict)
-    """A prompt's forward, by its tokens: those of `PIECES` that were measured."""
+    """Time of a prompt's forward, by its number of tokens: those of `PIECES` that were measured."""
     context_ms_per_block_per_1k: float = 0.0
     num_threads: int = 0
     """The best number of threads; 0 = not chosen by measurement."""
@@ -146,7 +146,8 @@ class Throughput:
 
 
 def measure_throughput(packer: Packer, *, choose_threads: bool = False) -> Throughput:
-    """Measure, and set how `packer` runs several sessions; with `choose_threads` also the number of threads."""
+    """Measure the blocks, and set how `packer` runs several sessions; `choose_threads` sets the number of threads
+    too."""
     blocks, began_at = packer.blocks, time.perf_counter()
     with torch.inference_mode():
         measured = _measure(packer, choose_threads=choose_threads and blocks.device.type == "cpu")
@@ -154,20 +155,20 @@ def measure_throughput(packer: Packer, *, choose_threads: bool = False) -> Throu
     packer.use(way)
     took_s = time.perf_counter() - began_at
     logger.info("measured in %.1f s: %s; sessions run %s", took_s, _in_words(measured), way.value)
-    return_free_memory()  # of the forwards: 40 to 50 MB (measured, hidden 2048)
+    return_free_memory()  # that the forwards took: 40 to 50 MB (measured, hidden 2048)
     return measured
 
 
 def doubling_tokens(throughput: Throughput, num_blocks: int) -> int:
-    """Tokens which such a server computes in batches in the time of one session's decode step."""
+    """Number of tokens that the server computes, without a session, in the time of one decode step."""
     return round(throughput.decode_ms_per_block * num_blocks / 1e3 * throughput.forward_tokens_per_s)
 
 
 def prefill_tokens_beside_decode(throughput: Throughput, num_blocks: int) -> int:
-    """Tokens of somebody's prompt that such a server computes in one forward with others' decode steps.
+    """Number of a prompt's tokens in one forward with decode steps of other sessions.
 
-    They take a share of a step's time, but are never so few that asking for the forward takes longer than computing it:
-    more pieces would only make everybody wait more often.
+    They take a share of a step's time, but are never so few that launching the forward takes longer than computing it:
+    more pieces would only make all clients wait more often.
     """
     piece_ms = throughput.piece_ms_per_block
     in_time_ms = (1 + PREFILL_SHARE) * throughput.decode_ms_per_block
@@ -177,7 +178,7 @@ def prefill_tokens_beside_decode(throughput: Throughput, num_blocks: int) -> int
 
 
 def least_worth_asking_for(piece_ms: Mapping[int, float]) -> int:
-    """The least of these numbers of tokens whose forward is bound by computing; 0 if there is nothing to compare."""
+    """Smallest of these numbers of tokens whose forward is bound by computing; 0 if there is nothing to compare."""
     sizes = sorted(piece_ms)
     for size, larger in pairwise(sizes):
         if piece_ms[larger] >= COMPUTING * piece_ms[size]:
@@ -190,8 +191,8 @@ def _measure(packer: Packer, *, choose_threads: bool) -> Throughput:
     logger.info("measuring how fast blocks %s are here", blocks.span)
     most = torch.get_num_threads()
     if choose_threads:
-        torch.set_num_threads(1)  # begin with what is never slow beyond measure
-    measured = _Part(packer)
+        torch.set_num_threads(1)  # one thread is never slow beyond measure
+    measured = _MeasuredBlocks(packer)
     decode_s, forward_s = measured.decode_s(), measured.chosen_s or measured.forward_s()
     num_threads = 0
     if choose_threads:
@@ -209,9 +210,9 @@ def _measure(packer: Packer, *, choose_threads: bool) -> Throughput:
         batch8_s = measured.decode_s(BATCH)
     if blocks.keeps_cache and time.perf_counter() < deadline:
         context_s = measured.context_s_per_1k(decode_s, forward_s)
-    num_measured = len(measured.part)
+    num_measured = len(measured.span)
     pieces_s = {} if blocks.device.type == "cpu" or not blocks.keeps_cache else measured.pieces_s(deadline)
-    # On a device a batch of `FORWARD_TOKENS` may take as long as asking for it.
+    # On a device a forward of `FORWARD_TOKENS` may take as long as launching it.
     tokens_per_s = max(tokens / s for tokens, s in ((measured.forward_tokens, forward_s), *pieces_s.items()))
     return Throughput(
         forward_tokens_per_s=tokens_per_s * num_measured / len(blocks.span),
@@ -223,26 +224,27 @@ def _measure(packer: Packer, *, choose_threads: bool) -> Throughput:
     )
 
 
-class _Part:
-    """Those of the blocks that are measured."""
+class _MeasuredBlocks:
+    """The blocks that are measured."""
 
     def __init__(self, packer: Packer) -> None:
         self._packer, self._blocks = packer, packer.blocks
         blocks = self._blocks
         self._positions = blocks.max_positions or CONTEXT_TOKENS + REPEATS + 1
         self.forward_tokens = min(FORWARD_TOKENS, self._positions)
-        first = self.part = first_blocks(blocks, 1)
+        first = self.span = first_blocks(blocks, 1)
         first_s = self.forward_s()
-        self.part = first_blocks(blocks, int(PART_S / first_s * len(first)))
-        self.chosen_s = first_s if self.part == first else None
-        """Seconds of a batch through them, if it showed that there can't be more: large blocks take a second each."""
+        self.span = first_blocks(blocks, int(MEASURED_S / first_s * len(first)))
+        self.chosen_s = first_s if self.span == first else None
+        """Seconds of a forward through them, if it has shown that only one block can be measured: large blocks take a
+        second each."""
 
     def forward_s(self) -> float:
-        """Seconds of a batch of one row."""
+        """Seconds of a forward of one row."""
         return self._batch_s(self.forward_tokens)
 
     def pieces_s(self, deadline: float) -> dict[int, float]:
-        """Seconds of batches of those `PIECES` that fit into the model's positions and the time."""
+        """Seconds of forwards of those `PIECES` that fit into the model's positions and the time."""
         found: dict[int, float] = {}
         for num_tokens in PIECES:
             if num_tokens <= self._positions and time.perf_counter() < deadline:
@@ -251,7 +253,7 @@ class _Part:
 
     def _batch_s(self, num_tokens: int) -> float:
         batch = random_inputs(self._blocks, num_tokens)
-        return self._median_s(lambda: self._blocks.forward(batch, self.part))
+        return self._median_s(lambda: self._blocks.forward(batch, self.span))
 
     def decode_s(self, num_rows: int = 1) -> float:
         """Seconds of a step of one new position in each row."""
@@ -268,24 +270,24 @@ class _Part:
 
     def context_s_per_1k(self, decode_s: float, forward_s: float) -> float:
         """Seconds that 1000 positions in the cache add to a step; 0 = not measured."""
-        room = self._positions - REPEATS - 1  # the steps that follow need some
+        room = self._positions - REPEATS - 1  # the steps that follow need positions
         num_tokens = int(min(CONTEXT_TOKENS, room, self.forward_tokens * CONTEXT_BUDGET_S / forward_s))
         if num_tokens < FORWARD_TOKENS:
             return 0.0
         cache, token = self._new_cache(), random_inputs(self._blocks, 1)
-        self._blocks.forward(random_inputs(self._blocks, num_tokens), self.part, cache)
+        self._blocks.forward(random_inputs(self._blocks, num_tokens), self.span, cache)
         added_s = self._median_s(lambda: self._step(token, cache)) - decode_s
         return max(0.0, added_s) * 1000 / num_tokens
 
     def _step(self, token: BlockInputs, cache: SpanCache | None) -> None:
-        """A decode step, as the server will run it."""
+        """Run a decode step as the server will run it."""
         if cache is not None and self._packer.way == Packing.PAGED:
-            self._packer.forward.run([SessionCall(token, self.part, cache)], Packing.PAGED)
+            self._packer.forward.run_packed([SessionCall(token, self.span, cache)], Packing.PAGED)
         else:
-            self._blocks.forward(token, self.part, cache)
+            self._blocks.forward(token, self.span, cache)
 
     def _new_cache(self) -> SpanCache | None:
-        return self._blocks.new_cache(self.part) if self._blocks.keeps_cache else None
+        return self._blocks.new_cache(self.span) if self._blocks.keeps_cache else None
 
     def _median_s(self, run: Callable[[], object]) -> float:
         first_s = seconds(self._blocks, run)
@@ -296,7 +298,7 @@ class _Part:
 
 
 def _in_words(throughput: Throughput) -> str:
-    """The figures but those that were not measured, for lack of time or of a cache."""
+    """The figures in words, without those that were not measured."""
     batch8, context, threads = (
         throughput.decode_ms_per_block_batch8,
         throughput.context_ms_per_block_per_1k,

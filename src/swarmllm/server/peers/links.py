@@ -26,30 +26,31 @@ from swarmllm.network.wire.protocol import FrameStream, Message, MessageType, ra
 logger = logging.getLogger(__name__)
 
 REFUSAL = "the next server can't be reached from here"
-"""The same for one that is unknown, refuses, doesn't answer or serves another checkpoint."""
+"""Said of every server that can't be reached: it is unknown, refuses, doesn't answer or serves another checkpoint."""
 FRESH_S = 300.0
-"""How long a record is taken for where its server is, unless a dial fails. Not shorter: repairs wait for the answer,
-and a look takes seconds when it asks the very node whose freezing made the repair necessary."""
+"""Seconds in which a record counts as the address of its server, unless a dial fails. Not shorter: repairs wait for the
+answer, and a look takes seconds if it asks the very node whose freezing made the repair necessary."""
 LOOK_AGAIN_S = 1.0
-"""Seconds between two looks into the directory for somebody who isn't known; clients can name as many as they like."""
+"""Seconds between two looks into the directory for an unknown server; clients can name as many as they like."""
 TARGET_TIMEOUT_S = 7.0
-"""Seconds for all of it; below the 8 s of those who ask, so that they say the same of one that never answers."""
+"""Seconds for look-up and dial; less than the 8 s that callers wait, so that a server that never answers gives the same
+error."""
 FAILURES_PER_MINUTE = 60
-"""Dials that may fail; then nobody is dialled for clients until the minute is over, and they relay. Assumed: more than
-die in a minute of those to whom one server passes on."""
+"""Failed dials after which no server is dialled for clients until the minute is over; clients relay meanwhile. Assumed:
+fewer of a server's successors die in a minute."""
 
 OpenStream = Callable[[Target], Awaitable[FrameStream]]
 OnLost = Callable[[PeerError], None]
 
 WATCHED_S = 10.0
-"""Seconds after each message in which a successor is watched as closely as clients watch who they wait for. The answer
-goes to the client, so nobody here knows how long it waits. Assumed: longer than nearly all steps take."""
+"""Seconds after each message in which the next server is watched as closely as by a waiting client. The answer goes to
+the client, so this server doesn't know how long it waits. Assumed: longer than nearly all steps take."""
 FIRST_REQUEST_ID = 1 << 62
-"""The first id of ATTACH requests: errors about steps carry the ids that clients gave them, which count from 1."""
+"""The first id of ATTACH requests. Errors about steps carry the ids that clients gave them, which count from 1."""
 
 
 class Targets:
-    """`look` gives the swarm as it is now, `open_stream` dials."""
+    """Dials servers that clients name. `look` reads the directory, `open_stream` dials."""
 
     def __init__(
         self,
@@ -61,22 +62,22 @@ class Targets:
         self._open_stream = open_stream
         self._clock = clock
         self._seen: dict[str, tuple[ServerInfo, float]] = {}
-        """Servers, and when they were read of."""
+        """Records of servers by peer id, and the time when they were read."""
         self._looked_at = float("-inf")
         self._looking = asyncio.Lock()
         self._failed_at: deque[float] = deque(maxlen=FAILURES_PER_MINUTE)
 
     def see(self, servers: Iterable[ServerInfo]) -> None:
-        """Take note of records that were read, by whomever: a repair then finds its servers without a look."""
+        """Remember records that were read: a repair then finds its servers without a look."""
         now = self._clock()
         self._seen |= {server.peer_id: (server, now) for server in servers}
         self._seen = {peer_id: seen for peer_id, seen in self._seen.items() if now - seen[1] < FRESH_S}
 
     async def open(self, target: Target) -> FrameStream:
-        """A stream to that server, after the greetings.
+        """Open a stream to that server, and greet it.
 
         Raises:
-            PeerUnreachableError: there is none to be had, for whatever reason.
+            PeerUnreachableError: it can't be reached, for whatever reason.
         """
         try:
             async with asyncio.timeout(TARGET_TIMEOUT_S):
@@ -93,10 +94,10 @@ class Targets:
     async def _dial(self, server: ServerInfo) -> FrameStream:
         try:
             return await self._open_stream(server)
-        except BaseException as error:  # also if whoever waits has lost patience
+        except BaseException as error:  # also if the caller was cancelled
             self._failed_at.append(self._clock())
-            self._seen.pop(server.peer_id, None)  # it may be somewhere else by now
-            logger.info("%s, whom a client has named, can't be reached: %s", server.peer_id, str(error) or "no answer")
+            self._seen.pop(server.peer_id, None)  # it may have moved to another address
+            logger.info("%s, which a client has named, can't be reached: %s", server.peer_id, str(error) or "no answer")
             raise
 
     async def _find(self, peer_id: str) -> ServerInfo | None:
@@ -117,24 +118,24 @@ class Targets:
 
 
 class Link:
-    """One stream to one successor."""
+    """One stream to the next server."""
 
     def __init__(self, stream: FrameStream) -> None:
         self.stream = stream
         self._ids = itertools.count(FIRST_REQUEST_ID)
         self._pending: dict[int, asyncio.Future[None]] = {}
-        self._listeners: dict[str, OnLost] = {}  # by the successor's session
+        self._listeners: dict[str, OnLost] = {}  # by the next server's session
         self.error: PeerError | None = None
         self._used_at = 0.0
         self._watching: asyncio.TimerHandle | None = None
 
     async def attach(self, successor: Successor, on_lost: OnLost) -> None:
-        """Tell the successor that steps of its session will come here.
+        """Tell the next server that steps of its session will come here.
 
-        `on_lost` is called when the stream breaks, or the successor doesn't take a step.
+        `on_lost` is called when the stream breaks, or the next server doesn't take a step.
 
         Raises:
-            SwarmError: the successor refuses, or the stream broke.
+            SwarmError: the next server refuses, or the stream broke.
         """
         if self.error is not None:
             raise self.error
@@ -152,10 +153,10 @@ class Link:
             self._pending.pop(request, None)
 
     async def send(self, kind: MessageType, header: Mapping[str, Any], chunks: Sequence[ByteChunk] = ()) -> None:
-        """Send a message. Whoever is cancelled in the midst of one disturbs nobody (`FrameStream.send`).
+        """Send a message. If the caller is cancelled meanwhile, the stream stays intact (`FrameStream.send`).
 
         Raises:
-            PeerError: the stream broke, or this side has closed it, which is nobody's fault.
+            PeerError: the stream broke, or this side has closed it, for which no peer is blamed.
             LocalProtocolError: the message can't be sent.
         """
         self._watch()
@@ -165,7 +166,7 @@ class Link:
             raise self._closed_here() from None
 
     def _watch(self) -> None:
-        """A successor that is frozen, or a link that carries nothing one way, is noticed as soon as by a client."""
+        """Watch the stream: a frozen server, or one that nothing reaches, is noticed as soon as by a client."""
         loop = asyncio.get_running_loop()
         self._used_at = loop.time()
         if self._watching is None and self.error is None:
@@ -184,11 +185,11 @@ class Link:
         return SessionLostError("the link to the next server was closed", self.stream.peer_id)
 
     def forget(self, session: str) -> None:
-        """Forget that session of the successor, to which nobody here pushes any more."""
+        """Forget that session of the next server; no more steps of it are sent here."""
         self._listeners.pop(session, None)
 
     async def read(self) -> None:
-        """Take in the answers until the stream breaks; its end is told to every session."""
+        """Receive answers until the stream breaks, and report its end to every session."""
         try:
             while True:
                 message = await self.stream.receive()
@@ -212,7 +213,7 @@ class Link:
         except PeerError as lost:
             self.error = lost
         except SwarmError:
-            pass  # closed by this side
+            pass  # this side has closed it
         finally:
             self.error = self.error or self._closed_here()
             for future in self._pending.values():
@@ -225,8 +226,9 @@ class Link:
             self.stream.abort()
 
     def _step_refused(self, message: Message, error: SwarmError | None) -> None:
-        """The successor answers steps to the client, unless it couldn't even tell whose they are or take them."""
-        session = message.header.get("session")  # anything: brackets within brackets, too, which str() can't write
+        """Report an error about a step. Usually the next server answers the client; this one couldn't read or take the
+        step."""
+        session = message.header.get("session")  # may be anything, even nested so deep that str() fails
         on_lost = self._listeners.get(session) if isinstance(session, str) else None
         if error is not None and on_lost is not None:
             on_lost(error if isinstance(error, PeerError) else SessionLostError(str(error), self.stream.peer_id))
@@ -234,14 +236,14 @@ class Link:
 
 @dataclass
 class _Dialling:
-    """Forgotten when nobody waits for it: clients name successors as they like."""
+    """A dial under way. It is forgotten when no request waits for it: clients name servers as they like."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     num_waiting: int = 0
 
 
 class Links:
-    """All links of this server; `tasks` is the server's own TaskGroup, in which their readers live."""
+    """All links of this server. Their readers run in `tasks`, the server's own TaskGroup."""
 
     def __init__(self, open_stream: OpenStream, tasks: asyncio.TaskGroup) -> None:
         self._open_stream = open_stream
@@ -251,9 +253,9 @@ class Links:
         self._mbps: float | None = None
 
     def mbps(self, own_peer_id: str) -> float | None:
-        """Megabits per second of the fastest link to another server, since a slow one may be the other side's fault.
+        """Megabits per second of the fastest link to another server; a slow link may be the other side's fault.
 
-        None before enough large messages have gone there; what was last seen if nobody is linked now.
+        None before enough large messages were sent; the last known value if there is no link now.
         """
         known = (link.stream.link_rate.mbps for peer_id, link in self._links.items() if peer_id != own_peer_id)
         self._mbps = max((mbps for mbps in known if mbps is not None), default=self._mbps)
@@ -263,7 +265,7 @@ class Links:
         return len(self._links)
 
     async def get(self, successor: Target) -> Link:
-        """The link to that peer, opened now if there is none.
+        """Return the link to that peer, and open it if there is none.
 
         Raises:
             PeerError: it can't be reached.
@@ -276,7 +278,7 @@ class Links:
                 link = self._links.get(peer_id)
                 if link is None or link.error is not None:
                     stream = await self._open_stream(successor)
-                    stream.expect(frozenset())  # answers of few words: what it computes goes to the client
+                    stream.expect(frozenset())  # short answers only: outputs go to the client
                     stream.start_keepalive()
                     link = self._links[peer_id] = Link(stream)
                     self._tasks.create_task(self._read(peer_id, link), name=f"link to {peer_id}")
@@ -289,14 +291,14 @@ class Links:
     async def _read(self, peer_id: str, link: Link) -> None:
         try:
             await link.read()
-        except Exception:  # in the server's own TaskGroup, which no peer's message may end
+        except Exception:  # no message of a peer may end the server's own TaskGroup
             logger.exception("the link to %s failed; everything else goes on", peer_id)
         finally:
             if self._links.get(peer_id) is link:
                 del self._links[peer_id]
 
     async def close(self) -> None:
-        """End all streams; their readers end with them."""
+        """End all streams; their readers end, too."""
         for link in tuple(self._links.values()):
             link.stream.abort()
         self._links.clear()

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 MEND = "give each server an --identity_path of its own, and remove copied files"
 
 PINGS_PER_PERIOD = 8
-"""Servers that are pinged; each costs a stream and some hundred bytes."""
+"""Number of servers that are pinged; each costs a stream and some hundred bytes."""
 PING_SAMPLES = 3
 PING_TIMEOUT_S = 5.0
 
@@ -50,49 +50,50 @@ CONNECT_TIMEOUT_S = 5.0
 
 
 class Twins:
-    """What one server knows of others with its identity."""
+    """Other processes with the identity of this server, as far as it knows."""
 
     def __init__(self, update_period_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
         self.instance = secrets.token_hex(4)
-        """Names this process in its records."""
+        """Name of this process in its records."""
         self.seen = False
-        """Whether there has been another one since this process began."""
+        """True if another one was seen since this process began."""
         self._clock = clock
         self._expected_from = clock() + RECORD_PERIODS * update_period_s
         self._last: ServerInfo | None = None
 
     def note_record(self, own: ServerInfo) -> None:
-        """A record of this peer id was found. One of an earlier process of this server stays as it is, and expires."""
+        """Compare a record of this peer id. One of an earlier process of this server stays unchanged, and expires."""
         if own.instance in ("", self.instance):
             return
         last, self._last = self._last, own
         if last is not None and last.instance == own.instance and last != own and self._clock() > self._expected_from:
-            self.tell(f"the swarm has records of it from a process at {', '.join(own.addrs) or 'unknown addresses'}")
+            self.report(f"the swarm has records of it from a process at {', '.join(own.addrs) or 'unknown addresses'}")
 
     def note_greeting(self, own_peer_id: str, greeting: HelloHeader, client: str) -> None:
-        """A client has said that it is going to serve by this key; it counts if it proves that it has the key."""
+        """Note a client's greeting that it is going to serve with this key; it counts if the client proves that it has
+        the key."""
         shown = greeting.contribution
         if greeting.same_identity and shown is not None and shown.server == own_peer_id and is_genuine(shown, client):
-            self.tell("a process that begins now has said so")
+            self.report("a process that begins now has said so")
 
-    def tell(self, how: str) -> None:
-        """Log it once."""
+    def report(self, how: str) -> None:
+        """Log the first time that one was seen."""
         if not self.seen:
             logger.warning("another process has this server's identity (%s): %s", how, MEND)
         self.seen = True
 
 
 async def greet_twin(identity: Identity, initial_peers: Sequence[str]) -> str | None:
-    """The address among these at which a process with this identity answers, which is told; None: there is none.
+    """Greet a process with this identity at one of these addresses; return its address, or None if there is none.
 
-    To be called before this server listens anywhere, or it would find itself.
+    Call it before this server listens anywhere, or it would find itself.
     """
     own = [maddr for maddr in initial_peers if split_initial_peer(maddr)[0] == identity.peer_id]
     if not own:
         return None
     try:
         peer = await Peer.create(initial_peers=own, client_mode=True)
-    except SwarmError as error:  # as usual: a server that is among its own initial peers begins again
+    except SwarmError as error:  # usual: a server that restarts is among its own initial peers
         logger.debug("nobody else has this identity: %s", error)
         return None
     async with peer:
@@ -107,17 +108,17 @@ async def greet_twin(identity: Identity, initial_peers: Sequence[str]) -> str | 
 
 @dataclass
 class Successors:
-    """Keeps `announced` up to date while `run` runs."""
+    """Round trips to servers that may come next in a route; `ping_forever` keeps them up to date."""
 
     look: Callable[[], Awaitable[SwarmSnapshot]]
     open_stream: Callable[[ServerInfo], Awaitable[FrameStream]]
     period_s: float
     announced: tuple[tuple[str, float], ...] = ()
-    """(peer id, ms), the nearest first."""
+    """(peer id, milliseconds), the nearest first."""
     _round_trips: RoundTrips = field(default_factory=RoundTrips)
 
-    async def run(self, peer_id: str, span: Callable[[], Span]) -> None:
-        """Measure for ever; `span` says what `peer_id`, this server, holds now."""
+    async def ping_forever(self, peer_id: str, span: Callable[[], Span]) -> None:
+        """Ping some servers each period, for ever; `span` returns the blocks of this server, `peer_id`."""
         while True:
             await asyncio.sleep(self.period_s)
             try:
@@ -135,7 +136,7 @@ class Successors:
         self.announced = tuple((peer_id, ms) for ms, peer_id in near[:MAX_ROUND_TRIPS])
 
     async def _ping(self, server: ServerInfo) -> None:
-        """Ping a server; one that can't be reached is nobody's concern here."""
+        """Ping a server; one that can't be reached is only left out."""
         self._round_trips.begin(server.peer_id, time.monotonic())
         try:
             async with asyncio.timeout(PING_TIMEOUT_S):
@@ -152,12 +153,12 @@ class Successors:
 
 
 def likely_successors(snapshot: SwarmSnapshot, peer_id: str, span: Span) -> list[ServerInfo]:
-    """Who else can take over where this server's blocks end."""
+    """Return the other servers that can continue where this server's blocks end."""
     return [s for s in snapshot.online() if s.peer_id != peer_id and s.start <= span.end < s.end]
 
 
 class OtherServers:
-    """The servers of one checkpoint; `allowed` are the peer ids of those that count, None: all of them."""
+    """The servers of one checkpoint; only peer ids in `allowed` count (None: all)."""
 
     def __init__(
         self,
@@ -176,10 +177,10 @@ class OtherServers:
         self._met: tuple[ServerInfo, ...] = ()
         self.verified = VerifiedPeers(lambda: peer, fingerprint)
         self.on_seen: Callable[[Sequence[ServerInfo]], None] | None = None
-        """Told of all records, whenever they are read."""
+        """Called with all records, whenever they are read."""
 
     async def announced(self) -> SwarmSnapshot:
-        """What servers say of themselves, this one included; they may not be there."""
+        """Read the records of all servers, this one included; they may not be there any more."""
         found = await self._directory.servers(self._fingerprint)
         for own in (server for server in found if server.peer_id == self._own_peer_id):
             self._twins.note_record(own)
@@ -190,20 +191,21 @@ class OtherServers:
         return SwarmSnapshot(num_blocks=self._num_blocks, servers=servers)
 
     async def look(self, *own: ServerInfo) -> SwarmSnapshot:
-        """The swarm now: those of the others that serve what they announce, and this server as it knows itself."""
+        """Look at the swarm: other servers that serve what they announce, and this server as it knows itself
+        (`own`)."""
         announced = (await self.announced()).servers
         others = await self.verified.verify([server for server in announced if server.peer_id != self._own_peer_id])
         self._met = others
         return SwarmSnapshot(num_blocks=self._num_blocks, servers=plausible((*others, *own)))
 
     def relays(self, round_trips_ms: Mapping[str, float]) -> list[RelayPeer]:
-        """Those of the last look that may relay for this server, the nearest first."""
+        """Return servers of the last look that may relay for this one, the nearest first."""
         public = [server for server in self._met if not server.relayed]
         public.sort(key=lambda server: round_trips_ms.get(server.peer_id, math.inf))
         return [RelayPeer(server.peer_id, server.addrs) for server in public]
 
     async def open_stream(self, other: ServerInfo) -> FrameStream:
-        """A stream to one of them, after the greetings.
+        """Open a stream to another server, and greet it.
 
         Raises:
             SwarmError: it can't be reached, or isn't what it says.

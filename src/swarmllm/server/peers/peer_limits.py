@@ -21,30 +21,30 @@ from swarmllm.server.device.scheduler import Account
 
 MAX_STREAMS_PER_PEER = 256
 MAX_STREAMS = 4096
-"""Streams of all peers, whose ids cost nothing; as many as p2pd has connections (`p2p/daemon`), and at most three
+"""Streams of all peers (peer ids cost nothing): as many as p2pd has connections (`p2p/daemon`), and at most three
 quarters of the files that this process may open."""
 MAX_BYTES_PER_PEER = 512 << 20
-"""Assumed: four of the largest batches (8192 tokens × 4096 floats); a client keeps about two per server busy."""
+"""Assumed: four of the largest requests (8192 tokens × 4096 floats); a client keeps about two per server busy."""
 
 
 class Standing:
-    """Who comes first here, and on whose account."""
+    """Decides which clients come first, and names the accounts that their device time counts for."""
 
     def __init__(self, priority_clients: Collection[str] = (), serves: Callable[[str], bool] = lambda _: False) -> None:
-        """`serves` says whether the peer of an id serves this model, as far as this server has met it."""
+        """`serves` tells if a peer id is a server of this model, as far as this server has met it."""
         self._priority_clients, self._serves = priority_clients, serves
         self._serves_by: dict[str, str] = {}
-        """By the peer id of a client: the server by which it serves, or so it has proven."""
+        """The server that a client belongs to, as it has proven, by the client's peer id."""
 
     def account(self, peer_id: str) -> Account:
-        """The account of this client, as of now."""
+        """Return the account of this client, as of now."""
         server = self._serves_by.get(peer_id)
         if server is not None and self._serves(server):
             return Account(server, comes_first=True)
         return Account(peer_id, comes_first=peer_id in self._priority_clients)
 
     def note(self, peer_id: str, contribution: Contribution | None) -> None:
-        """Note what a client has shown; a signature that isn't good for it counts for nothing."""
+        """Note a client's proof that it belongs to a server; an invalid signature counts for nothing."""
         if contribution is not None and is_genuine(contribution, peer_id):
             self._serves_by[peer_id] = contribution.server
 
@@ -54,11 +54,11 @@ class Standing:
 
 
 class PeerLimits:
-    """Streams and bytes by peer id."""
+    """Streams and bytes under way, by peer id."""
 
     def __init__(self, standing: Standing | None = None) -> None:
         self.standing = standing or Standing()
-        """Who may have it first."""
+        """Decides which clients come first."""
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._max_streams = min(MAX_STREAMS, files * 3 // 4)
         self._streams: Counter[str] = Counter()
@@ -66,14 +66,14 @@ class PeerLimits:
         self._freed = asyncio.Event()
 
     def num_streams(self) -> int:
-        """Streams of all peers."""
+        """Number of streams of all peers."""
         return self._streams.total()
 
     def enter(self, peer_id: str) -> None:
-        """One more stream of that peer.
+        """Count one more stream of that peer.
 
         Raises:
-            ServerOverloadedError: it has too many, or all together have.
+            ServerOverloadedError: it has too many, or all peers together have.
         """
         if self.num_streams() >= self._max_streams:
             raise ServerOverloadedError(f"this server has {self.num_streams()} streams open")
@@ -82,32 +82,32 @@ class PeerLimits:
         self._streams[peer_id] += 1
 
     def leave(self, peer_id: str) -> None:
-        """One stream less of that peer."""
+        """Count one stream less of that peer."""
         _subtract(self._streams, peer_id, 1)
         if peer_id not in self._streams:
             self.standing.forget(peer_id)
 
     async def take(self, peer_id: str, num_bytes: int) -> None:
-        """Wait for room; a request that is larger than all of it goes alone."""
+        """Wait for room, and take it; a request that is larger than the limit goes alone."""
         while not self.take_now(peer_id, num_bytes):
             self._freed.clear()
             await self._freed.wait()
 
     def take_now(self, peer_id: str, num_bytes: int) -> bool:
-        """Whether there is room, which is taken then."""
+        """Take room if there is some; False if there is none."""
         if self._bytes[peer_id] and self._bytes[peer_id] + num_bytes > MAX_BYTES_PER_PEER:
             return False
         self._bytes[peer_id] += num_bytes
         return True
 
     def give_back(self, peer_id: str, num_bytes: int) -> None:
-        """Free what an answered request took."""
+        """Free the room of an answered request."""
         _subtract(self._bytes, peer_id, num_bytes)
         self._freed.set()
 
 
 def _subtract(counts: "Counter[str]", key: str, amount: int) -> None:
-    """Subtracts, and forgets peers that have nothing."""
+    """Subtract, and forget peers that have nothing left."""
     counts[key] -= amount
     if not counts[key]:
         del counts[key]

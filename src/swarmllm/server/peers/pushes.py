@@ -40,42 +40,43 @@ logger = logging.getLogger(__name__)
 
 WAIT_S = 300.0
 """Longest wait for a PUSH: as long as clients let servers compute. It costs hardly any memory, and clients whose route
-has broken say so."""
+has broken cancel it."""
 EARLY_S = 30.0
-"""How long a PUSH is kept that nobody waits for. Assumed: requests go on their way before what is computed for them."""
+"""Seconds that a PUSH is kept before its request. Assumed: a request arrives before the tensors that are computed for
+it."""
 MAX_EARLY_PER_PEER = 256
 MAX_EARLY_BYTES_PER_PEER = 128 << 20
-"""Assumed: one of the largest batches (8192 tokens × 4096 floats)."""
+"""Assumed: one of the largest requests (8192 tokens × 4096 floats)."""
 MAX_EARLY_BYTES = 512 << 20
 """Bytes of all peers together: peer ids cost nothing."""
 EARLY_OVERHEAD_BYTES = 2048
-"""Bytes that are counted for each, so that empty ones fill the room too."""
+"""Bytes counted in addition for each, so that empty ones fill the room too."""
 DIAL_TIMEOUT_S = 8.0
-"""Seconds to reach the target; fewer than its client would wait for it."""
+"""Seconds to reach the target; fewer than its client would wait."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pushed:
-    """A PUSH, not decoded yet."""
+    """A PUSH that isn't decoded yet."""
 
     header: PushHeader
     message: Message
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes."""
+        """Bytes of memory that it takes."""
         return len(self.message.payload)
 
 
 @dataclass(frozen=True, eq=False)
 class _Waiting:
-    source: str
+    previous: str
     client: str
     arrival: "asyncio.Future[Pushed]"
 
 
 class Pushes:
-    """All that a server expects, or has got too early."""
+    """PUSH messages that requests wait for, or that came early."""
 
     def __init__(self, limits: PeerLimits) -> None:
         self._limits = limits
@@ -83,13 +84,14 @@ class Pushes:
         self._early: dict[tuple[str, str], tuple[Pushed, asyncio.TimerHandle]] = {}  # by sender and token
 
     @asynccontextmanager
-    async def taken(self, source: Predecessor, client: str) -> AsyncIterator[Pushed]:
-        """What `source` pushes for a request of that client; its bytes count until the end of the block.
+    async def taken(self, previous: Predecessor, client: str) -> AsyncIterator[Pushed]:
+        """Wait for the PUSH of `previous` for a request of `client`; its bytes count as the client's until the context
+        ends.
 
         Raises:
             SessionLostError: it doesn't come: the client should send the tensors itself.
         """
-        pushed = await self._wait_for(source, client)
+        pushed = await self._wait_for(previous, client)
         if not self._limits.take_now(client, pushed.num_bytes):
             raise SessionLostError("too much is pushed here for one client: send it when there is room")
         try:
@@ -97,14 +99,14 @@ class Pushes:
         finally:
             self._limits.give_back(client, pushed.num_bytes)
 
-    async def _wait_for(self, source: Predecessor, client: str) -> Pushed:
-        token = source.token
+    async def _wait_for(self, previous: Predecessor, client: str) -> Pushed:
+        token = previous.token
         if token in self._waiting:
             raise RemoteProtocolError("another request waits with this token")
-        waiting = _Waiting(source.peer_id, client, asyncio.get_running_loop().create_future())
+        waiting = _Waiting(previous.peer_id, client, asyncio.get_running_loop().create_future())
         self._waiting[token] = waiting
         try:
-            for sender in (client, source.peer_id):
+            for sender in (client, previous.peer_id):
                 pushed = self._forget_early(sender, token)
                 if pushed is not None:
                     self._settle(waiting, sender, pushed)
@@ -116,21 +118,21 @@ class Pushes:
             del self._waiting[token]
 
     def arrived(self, message: Message, sender: str) -> None:
-        """Take a PUSH of that peer.
+        """Take a PUSH in.
 
         Raises:
             RemoteProtocolError: its header is malformed.
-            ServerOverloadedError: nobody waits for it, and the sender has enough of that kind here.
+            ServerOverloadedError: no request waits for it, and the sender has too many of that kind here.
         """
         pushed = Pushed(parse(PushHeader, message.header, None), message)
         waiting = self._waiting.get(pushed.header.token)
-        if waiting is not None and sender in (waiting.source, waiting.client):
+        if waiting is not None and sender in (waiting.previous, waiting.client):
             self._settle(waiting, sender, pushed)
         else:
             self._keep_early(sender, pushed)
 
     def clear(self) -> None:
-        """Tell all who wait that nothing will come, as the blocks are going."""
+        """Fail all waiting requests, as the blocks are going."""
         for waiting in self._waiting.values():
             if not waiting.arrival.done():
                 waiting.arrival.set_exception(BlocksNotServedError("this server is leaving these blocks"))
@@ -142,7 +144,7 @@ class Pushes:
             return
         if not pushed.header.tensors:
             waiting.arrival.set_exception(SessionLostError("what was to be pushed here doesn't come"))
-        elif sender == waiting.source:
+        elif sender == waiting.previous:
             waiting.arrival.set_result(pushed)
 
     def _keep_early(self, sender: str, pushed: Pushed) -> None:
@@ -175,7 +177,8 @@ class Pushes:
 
 
 async def push(links: Links, target: Target, name: str, tensor: Tensor, compression: str) -> Tensor | None:
-    """Send a tensor to the target; what it gets there, perhaps rounded, or None if it can't be reached."""
+    """Send a tensor to the target; return the tensor as it arrives there, perhaps rounded, or None if it can't be
+    reached."""
     try:
         async with asyncio.timeout(DIAL_TIMEOUT_S):
             link = await links.get(target)

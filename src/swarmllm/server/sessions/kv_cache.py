@@ -30,36 +30,37 @@ from swarmllm.network.wire.tensor_codec import decompressed_bytes
 from swarmllm.server.peers.peer_limits import PeerLimits
 
 KEPT_SHARE = 0.75
-"""Share that stays of what was leased when memory ran out. Assumed, as is the next."""
+"""Share of the leased bytes that is still offered after memory ran out. Assumed, as is the next."""
 LEAST_SHARE = 0.25
-"""Share of the capacity that is always offered: else a server that lacked memory could never show that it has some."""
+"""Share of the capacity that is always offered: otherwise a server that once lacked memory could never show that it has
+some."""
 
 INPUTS_FACTOR = 2
 """Inputs may take this many times the hidden states of the session's whole length: clients may send wider types."""
 BESIDE_BYTES = 32
-"""Bytes of one position beside its hidden states: mask, position, token type and input id."""
+"""Bytes of one position besides its hidden states: mask, position, token type and input id."""
 
 MAX_WAITING = 1024
-"""Messages of one session that may wait; a client that sends more without reading answers is refused."""
+"""Number of messages of one session that may wait; a client that sends more without reading answers is refused."""
 MESSAGE_BYTES = 2048
-"""Bytes of any message: its header as Python objects."""
+"""Bytes that each message takes at least: its header as Python objects."""
 NUMBER_BYTES = 40
 """Bytes of a Python integer in a tuple."""
 
 
 @dataclass
 class CacheBudget:
-    """Bytes that may be leased in all, and how many are."""
+    """The bytes that sessions may lease in all, and the bytes that they have leased."""
 
     capacity_bytes: int
     leased_bytes: int = 0
     lacking_bytes: int = 0
-    """The part of the capacity that memory has turned out not to hold."""
+    """Bytes of the capacity that memory has turned out not to hold."""
     num_lacks: int = 0
 
     @property
     def offered_bytes(self) -> int:
-        """All of them while nothing is leased: a session as large as those that were too much may fit by now."""
+        """The capacity that can be leased; all of it while there are no leases, as a large session may fit by now."""
         return self.capacity_bytes - (self.lacking_bytes if self.leased_bytes else 0)
 
     @property
@@ -76,7 +77,7 @@ class CacheBudget:
         """Set `num_bytes` aside.
 
         Raises:
-            SessionTooLargeError: that much isn't there even while nobody else leases anything.
+            SessionTooLargeError: the budget is smaller, even without other leases.
             CacheFullError: that much is not left.
         """
         lease = CacheLease(self, self.num_lacks)
@@ -93,13 +94,13 @@ class CacheLease:
     """The budget's `num_lacks` when this lease was taken."""
     num_bytes: int = 0
     released: bool = False
-    """Whether its session has ended."""
+    """True when its session has ended."""
 
     def resize(self, num_bytes: int) -> None:
-        """Ask for `num_bytes` in all; on failure the lease stays as it was.
+        """Ask for `num_bytes` in all; on failure the lease stays unchanged.
 
         Raises:
-            SessionTooLargeError: that much isn't there even while nobody else leases anything.
+            SessionTooLargeError: the budget is smaller, even without other leases.
             CacheFullError: that much is not left.
         """
         if num_bytes > self.budget.capacity_bytes:
@@ -117,7 +118,7 @@ class CacheLease:
         self.num_bytes = num_bytes
 
     def release(self) -> None:
-        """Give everything back; harmless when done twice."""
+        """Give everything back; harmless if done twice."""
         self.budget.leased_bytes -= self.num_bytes
         if self.num_lacks == self.budget.num_lacks:
             self.budget.lacking_bytes = max(0, self.budget.lacking_bytes - self.num_bytes)
@@ -126,27 +127,28 @@ class CacheLease:
 
 @dataclass(frozen=True, slots=True)
 class SessionSize:
-    """What each row of the session's batch may have."""
+    """Memory that each row of a session may take."""
 
     max_length: int
-    """Positions of text."""
+    """Number of positions of text."""
     row_bytes: int
-    """Cache, and inputs that wait or outputs that are kept."""
+    """Bytes of the cache, and of inputs that wait or outputs that are kept."""
     row_waiting_bytes: int
-    """Inputs that may wait without being leased."""
+    """Bytes of inputs that may wait without a lease of their own."""
     source_length: int
-    """Positions of an encoder's outputs."""
+    """Number of positions of an encoder's outputs."""
     position_bytes: int
-    """Hidden states of one position."""
+    """Bytes of one position's hidden states."""
 
 
 def session_size(
     blocks: BlockSpan, header: OpenHeader, hidden_bytes_per_token: int, num_prefix: int = 0
 ) -> SessionSize:
-    """The size of the session that a client asks for, behind a prefix of `num_prefix` positions.
+    """Compute the size of the session that a client asks for, behind a prefix of `num_prefix` positions.
 
-    Clients ask for more than the model has positions for: by default, and by doubling. Nobody leases what no step can
-    use, and the step that goes beyond is refused before it looks up a position that doesn't exist.
+    A position is first an input that waits, then cache and perhaps a kept output. Clients ask for more positions than
+    the model has, by default and by doubling. A session leases only what its steps can use; a step beyond the model's
+    positions is refused before it looks one up.
 
     Raises:
         SessionLengthExceededError: the model has no positions for any text.
@@ -157,30 +159,30 @@ def session_size(
     if max_length < 1:
         raise SessionLengthExceededError(f"a prefix of {num_prefix} positions leaves none of the model's for a text")
     cache_bytes_per_token = -(-blocks.cache_sizes.bytes_per_token * num_blocks // len(blocks.span))
-    source_bytes, cross_bytes = _source_bytes(blocks, header) if header.source_length else (0, 0)
+    encoder_bytes, cross_bytes = _encoder_output_bytes(blocks, header) if header.source_length else (0, 0)
     cache_bytes = cache_bytes_per_token * (max_length + num_prefix) + blocks.cache_sizes.bytes_per_session
     if blocks.pool is not None:  # whole pages, which have room for all blocks
         cache_bytes = blocks.page_bytes * -(-(max_length + num_prefix) // PAGE_TOKENS)
     row_bytes = cache_bytes + hidden_bytes_per_token * max_length
     return SessionSize(
         max_length=max_length,
-        row_bytes=row_bytes + source_bytes + cross_bytes,
-        row_waiting_bytes=INPUTS_FACTOR * ((hidden_bytes_per_token + BESIDE_BYTES) * max_length + source_bytes),
+        row_bytes=row_bytes + encoder_bytes + cross_bytes,
+        row_waiting_bytes=INPUTS_FACTOR * ((hidden_bytes_per_token + BESIDE_BYTES) * max_length + encoder_bytes),
         source_length=header.source_length,
         position_bytes=hidden_bytes_per_token,
     )
 
 
-def _source_bytes(blocks: BlockSpan, header: OpenHeader) -> tuple[int, int]:
-    """What the encoder's outputs take that come with the first step, and their keys and values in the blocks."""
-    num_blocks, kept = header.end - header.start, 2  # by the cache, and for a successor
-    source_bytes = kept * blocks.source_dim * blocks.dtype.itemsize + BESIDE_BYTES
+def _encoder_output_bytes(blocks: BlockSpan, header: OpenHeader) -> tuple[int, int]:
+    """Bytes of the encoder's outputs, which come with the first step, and of their keys and values in the blocks."""
+    num_blocks, kept = header.end - header.start, 2  # in the cache, and for the next server
+    encoder_bytes = kept * blocks.source_dim * blocks.dtype.itemsize + BESIDE_BYTES
     cross_bytes = -(-blocks.cache_sizes.cross_bytes_per_token * num_blocks // len(blocks.span))
-    return header.source_length * source_bytes, header.source_length * cross_bytes
+    return header.source_length * encoder_bytes, header.source_length * cross_bytes
 
 
 def bytes_of(header: StepHeader | ReplayHeader, message: Message) -> int:
-    """Memory that a message takes until it has been run."""
+    """Bytes of memory that a message takes until it has been run."""
     num_numbers = len(header.batch_index or ())
     if isinstance(header, StepHeader):
         num_numbers += 4 * len(header.timings)
@@ -189,7 +191,7 @@ def bytes_of(header: StepHeader | ReplayHeader, message: Message) -> int:
 
 
 class WaitingRoom:
-    """The messages of one session, whose client is known by its peer id."""
+    """Counts the waiting messages of one session of the client `peer_id`."""
 
     def __init__(self, budget: CacheBudget, limits: PeerLimits, peer_id: str) -> None:
         self._extra = budget.lease(0)
@@ -199,24 +201,24 @@ class WaitingRoom:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all that wait, and of the one that runs."""
+        """Bytes of the waiting messages, and of the one that runs."""
         return self._waiting_bytes + self._running_bytes
 
     def enter(self, num_bytes: int, num_free_bytes: int) -> None:
-        """Count a message of this many bytes, where `num_free_bytes` are free to wait.
+        """Count a message of this many bytes; `num_free_bytes` may wait for free.
 
-        The one that runs takes no place from those that wait: its answer may have gone out before it has ended.
+        The running message takes no place from the waiting ones: its answer may have gone out before it has ended.
 
         Raises:
-            ServerOverloadedError: too much of this session or of this client waits already.
-            CacheFullError: it takes more than is free, and than the budget has left.
+            ServerOverloadedError: too many bytes of this session or of this client wait already.
+            CacheFullError: the message takes more than may wait for free, and the budget has too little left.
         """
         num_free_bytes += MESSAGE_BYTES * (self._num_waiting + 1)
         waiting = self._waiting_bytes + num_bytes
         if self._num_waiting >= MAX_WAITING or (self._num_waiting and waiting > num_free_bytes):
             raise ServerOverloadedError("too many steps of this session are waiting")
         if not self._limits.take_now(self._peer_id, num_bytes):
-            raise ServerOverloadedError("too many bytes of this client's steps and batches are waiting")
+            raise ServerOverloadedError("too many bytes of this client's steps and requests are waiting")
         try:
             extra = max(0, waiting - num_free_bytes) + max(0, self._running_bytes - num_free_bytes)
             self._extra.resize(max(self._extra.num_bytes, extra))
@@ -227,20 +229,20 @@ class WaitingRoom:
         self._num_waiting += 1
 
     def forget(self, num_bytes: int) -> None:
-        """Forget a message that was refused after all."""
+        """Subtract a message that was refused after all."""
         if not self._closed:
             self._waiting_bytes -= num_bytes
             self._num_waiting -= 1
             self._give_back(num_bytes)
 
     def begin(self, num_bytes: int) -> None:
-        """Note that a message has its turn to run."""
+        """Count a message as running."""
         self._waiting_bytes -= num_bytes
         self._num_waiting -= 1
         self._running_bytes = num_bytes
 
     def end(self) -> None:
-        """Note that what had begun to run has been run."""
+        """Subtract the running message, as it has been run."""
         if not self._closed:
             num_bytes, self._running_bytes = self._running_bytes, 0
             self._give_back(num_bytes)
@@ -251,7 +253,7 @@ class WaitingRoom:
             self._extra.resize(0)
 
     def close(self) -> None:
-        """Give everything back, as nothing will be run any more; harmless when done twice."""
+        """Give everything back, as nothing will be run any more; harmless if done twice."""
         if not self._closed:
             self._limits.give_back(self._peer_id, self.num_bytes)
             self._extra.release()

@@ -28,19 +28,21 @@ from swarmllm.models.span.page_pool import SharedPage
 from swarmllm.models.span.span_cache import SpanCache
 
 PAGE_TOKENS = 64
-"""Assumed: short enough for most system prompts to fill some, long enough for a page's bookkeeping to be nothing."""
+"""Number of positions of a page. Assumed: most system prompts fill some pages, and the bookkeeping of a page costs next
+to nothing."""
 
 MIN_STEP_TOKENS = 17
-"""Shorter steps are tokens that are being generated, and no prompt. Session steps of up to 16 count as decoding."""
+"""Fewest tokens of a step of a prompt; shorter steps are generated tokens. Session steps of up to 16 count as
+decoding."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Page:
-    """What computing `PAGE_TOKENS` positions gave; nobody writes into it."""
+    """Results of `PAGE_TOKENS` positions, which nothing writes into."""
 
     keys_values: SharedPage | tuple[tuple[Tensor, Tensor] | None, ...]
-    """Keys and values of each block, `[1, heads, page, head]`; None for a block that uses those of another. Or a page
-    of the pool where sessions have theirs."""
+    """Keys and values of each block, `[1, heads, page, head]`; None for a block that uses those of another block. Or a
+    page of the pool in which sessions have their caches."""
     outputs: Tensor
     """`[…, 1, page, …]`."""
 
@@ -59,7 +61,7 @@ class PrefixCache:
         self.capacity_bytes = capacity_bytes
         self.num_bytes = 0
         self.num_reused_tokens = 0
-        """Positions that didn't have to be computed, so far."""
+        """Number of positions so far that didn't have to be computed."""
         self._pages: OrderedDict[bytes, Page] = OrderedDict()  # the least recently used first
 
     def __len__(self) -> int:
@@ -69,7 +71,7 @@ class PrefixCache:
         return digest in self._pages
 
     def find(self, digests: Sequence[bytes]) -> list[Page]:
-        """The pages of a prefix, up to the first that is missing."""
+        """Return the pages of a prefix, up to the first that is missing."""
         found: list[Page] = []
         for digest in digests:
             page = self._pages.get(digest)
@@ -80,7 +82,8 @@ class PrefixCache:
         return found
 
     def keep(self, pages: Sequence[tuple[bytes, Page]]) -> None:
-        """Take in pages of one prefix, in order; what is too much goes, and what doesn't fit at all isn't kept."""
+        """Keep pages of one prefix, in order; drop others if there is too little room. A page larger than the budget
+        isn't kept."""
         for digest, page in pages:
             if digest not in self._pages and page.num_bytes <= self.capacity_bytes:
                 self._pages[digest] = page
@@ -96,41 +99,42 @@ class PrefixCache:
         self.num_bytes = 0
 
     def _used(self, digests: Sequence[bytes]) -> None:
-        """Note that they were used, the last one first: without the pages before it, a page is of no use."""
+        """Note the use of pages, the last one first: a page is useless without the pages before it."""
         for digest in reversed(digests):
             if digest in self._pages:
                 self._pages.move_to_end(digest)
 
 
 class SharedPrefix:
-    """Finds and keeps pages for one session, from its first position on, until a step that isn't part of a prompt."""
+    """Finds and keeps pages for one session, from its first position until a step that doesn't belong to a prompt."""
 
     def __init__(self, pages: PrefixCache, blocks: BlockSpan, span: Span) -> None:
         self._pages, self._blocks, self._span = pages, blocks, span
         self._axis = blocks.traits.batch_axis + 1
         self._length = 0
-        """Positions that are hashed, in the cache and kept; -1 while a step is under way, and for good if it fails."""
+        """Number of positions that are hashed, cached and kept; -1 while a step is under way, and for good if it
+        fails."""
         self._end = 0
-        """Positions that are hashed, those of the step under way included."""
+        """Number of hashed positions, with those of the step under way."""
         self._hashes: dict[str, Any] = {}
         """The hash of all positions so far, by kind of input."""
         self._new: list[tuple[int, bytes]] = []
-        """(end, digest) of the pages that the step in hand completes."""
+        """(end, digest) of the pages that the current step completes."""
         self._arithmetic = 0
-        """How the blocks compute all of these positions: their frequencies may depend on a prompt's length."""
+        """The way in which the blocks compute these positions: frequencies may depend on a prompt's length."""
         self._adapter = ""
-        """Name of the adapter that the pages are computed with, one of the server's; a client's own has no pages."""
+        """Name of the server's adapter that the pages are computed with; a client's own adapter has no pages."""
         self._tail: Tensor | None = None
         """Outputs of the page that isn't complete yet."""
         self.shares = False
-        """Whether what the session's last step computed may be shared; its runner says so."""
+        """True if the results of the session's last step may be shared; set by its runner."""
 
     def fits(self, position: int, inputs: BlockInputs, cache: SpanCache) -> bool:
-        """Whether the step that begins at `position` goes on with the prompt, and says nothing unusual.
+        """True if the step at `position` continues the prompt and has no unusual inputs.
 
-        To be asked about each step that may change the cache, before it does.
+        Call it for each step that may change the cache, before the step does.
         """
-        length, self._length = self._length, -1  # no later step goes on with this one, unless `keep` is told of it
+        length, self._length = self._length, -1  # no later step continues this one, unless `keep` is called
         mask, end = inputs.attention_mask, position + inputs.seq_len
         return (
             (position == 0 or position == length == cache.position)
@@ -141,13 +145,13 @@ class SharedPrefix:
             and inputs.dropout_seeds is None
             and (position == 0 or self._arithmetic == arithmetic(inputs, position, self._blocks.traits))
             and cache.is_pageable
-            # Exactly 1: some models count positions by adding up the mask, and would take a 2 for two of them.
+            # Exactly 1: some models count positions by adding up the mask, and a 2 would count twice.
             and (mask is None or (mask.shape == (1, end) and bool((mask == 1).all())))
             and (position == 0 or self._hashes.keys() == self._columns(inputs).keys())
         )
 
     def reuse(self, cache: SpanCache, position: int, inputs: BlockInputs) -> Tensor | None:
-        """Copy the pages that are known into the cache; returns the outputs of their positions, from `position` on."""
+        """Copy known pages into the cache; return the outputs of their positions, from `position` on."""
         if position == 0:
             self._hashes, self._tail = {}, None
             self._arithmetic = arithmetic(inputs, position, self._blocks.traits)
@@ -164,7 +168,7 @@ class SharedPrefix:
         return reused
 
     def keep(self, cache: SpanCache, outputs: Tensor) -> None:
-        """Keep the new pages of the step whose `outputs` these are, and which is in the cache now."""
+        """Keep the new pages of a step that is in the cache now; `outputs` are its outputs."""
         known = outputs if self._tail is None else torch.cat([self._tail, outputs], dim=self._axis)
         first = self._end - known.shape[self._axis]
         pages: list[tuple[bytes, Page]] = []
@@ -184,9 +188,9 @@ class SharedPrefix:
         while position < end:
             page_end = min(end, (position // PAGE_TOKENS + 1) * PAGE_TOKENS)
             for kind, tensor in columns.items():
-                part = tensor[position - start : page_end - start]
-                # A last axis of 1 has stride 1 in every layout: torch calls some contiguous that it can't view so.
-                in_bytes = part.unsqueeze(-1).view(torch.uint8).numpy().tobytes()
+                piece = tensor[position - start : page_end - start]
+                # With a last axis of 1, which has stride 1 in every layout, torch can view it as bytes.
+                in_bytes = piece.unsqueeze(-1).view(torch.uint8).numpy().tobytes()
                 self._hashes.setdefault(kind, hashlib.blake2b()).update(in_bytes)
             position = page_end
             if position % PAGE_TOKENS == 0:
@@ -201,7 +205,7 @@ class SharedPrefix:
         return digest.digest()
 
     def _columns(self, inputs: BlockInputs) -> dict[str, Tensor]:
-        """What the blocks read, by kind, positions first: how a prompt is cut into steps makes no difference."""
+        """The inputs that blocks read, by kind, positions first: the cut of a prompt into steps makes no difference."""
         axes = {"hidden_states": self._axis, "position_ids": -1, "input_ids": 1, "inputs_embeds": 1}
         axes |= {"per_layer_inputs": 1, "deepstack": 1, "deepstack_mask": 1, "deepstack_at": 0}
         columns = {}

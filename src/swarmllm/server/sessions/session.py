@@ -33,28 +33,29 @@ from swarmllm.server.sessions.kv_cache import WaitingRoom
 from swarmllm.server.sessions.step_runner import Step, StepRunner
 
 LINK_TIMEOUT_S = 8.0
-"""Seconds to dial a successor and attach to it; less than the 10 s that clients wait, so they hear who was to blame."""
+"""Seconds to dial the next server and attach to it; less than the 10 s that clients wait, so they hear which server
+failed."""
 REPLAY_CHUNK_TOKENS = 256
-"""Tokens of one replayed step: bounds the messages, and lets several new servers work in a pipeline."""
+"""Tokens of one replayed step: it bounds the messages, and lets several new servers work in a pipeline."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Outlet:
-    """One way for outputs; a session that is linked anew gets another."""
+    """One way for outputs: a link to the next server, or the client. A session that is linked anew gets another."""
 
     owner: FrameStream
-    """The client, who gets the outputs when there is no link: it relays them, or has what it wants."""
+    """The client's stream. It gets the outputs if there is no link: the client relays them, or has its result."""
     end: int
-    """The block behind those of this session."""
+    """Index of the block after those of this session."""
     compression: str
-    """How hidden states are sent, as in ServerConfig."""
+    """Compression of hidden states, as in ServerConfig."""
     link: Link | None = None
     session: str = ""
-    """Id of the session over there."""
+    """Id of the session on the next server."""
 
     async def compressed(self, header: StepHeader, outputs: BlockInputs, *, exactly: bool = False) -> Outgoing:
-        """What a step sends; `exactly`: as these outputs are, because they have been sent before."""
-        if header.position:  # the next server has the source since the begin
+        """Prepare the outputs of a step for sending; `exactly`: without rounding, as they were sent before."""
+        if header.position:  # the next server has the encoder outputs since the first step
             outputs = outputs.without_source()
         tensors = outputs.tensors()
         if header.ones_mask:
@@ -63,7 +64,7 @@ class Outlet:
         return await compressed(tensors, stream, self.compression, exactly=exactly)
 
     async def send(self, header: StepHeader, outgoing: Outgoing, timings: Timings, replay_hops: int) -> None:
-        """Send the outputs of the step of that header.
+        """Send the outputs of a step.
 
         Raises:
             PeerError: the stream to the next server, or to the client, broke.
@@ -78,7 +79,7 @@ class Outlet:
         await self.link.send(MessageType.STEP, header.model_dump() | changed, chunks)
 
     async def show(self, header: StepHeader, inner: InnerStates, span: Span) -> None:
-        """Send the owner what it wants to see of the inside of the step of that header.
+        """Send the owner the inner states that it wants to see of a step.
 
         Raises:
             PeerError: its stream broke.
@@ -92,7 +93,7 @@ class Outlet:
         await self.owner.send(MessageType.RESULT, shown.model_dump() | {"tensors": descriptors}, chunks)
 
     def unlinked(self) -> "Outlet":
-        """The way to the owner."""
+        """Return the outlet without the link: the way to the owner."""
         return replace(self, link=None, session="")
 
     def forget(self) -> None:
@@ -103,7 +104,7 @@ class Outlet:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A wish for what was sent before; it waits its turn among the steps."""
+    """A request to send outputs again; it waits for its turn among the steps."""
 
     header: ReplayHeader
     num_bytes: int
@@ -111,7 +112,7 @@ class Replay:
 
 @dataclass(eq=False)
 class Session:
-    """One session on this server; the module's table says how it behaves."""
+    """One session on this server; the module's table lists its rules."""
 
     id: str
     token: str
@@ -119,12 +120,12 @@ class Session:
     waiting_room: WaitingRoom
     epoch: int
     outlet: Outlet
-    """Where outputs go: to the owner until there is a link."""
+    """The way of outputs: to the owner until there is a link."""
     on_close: Callable[["Session"], None]
     failed_epoch: int = field(init=False, default=-1)
     closed: bool = field(init=False, default=False)
     passed_on: int = field(init=False, default=0)
-    """The position up to which outputs have been sent; tells a client which server of a chain is stuck."""
+    """Outputs have been sent up to this position; it tells a client which server of a chain is stuck."""
     _inbox: "asyncio.Queue[Step | Replay | PeerError]" = field(init=False, default_factory=asyncio.Queue)
 
     @property
@@ -132,10 +133,10 @@ class Session:
         """The stream on which the session was opened."""
         return self.outlet.owner
 
-    # ------------------------------------------------------------------ asked for by streams
+    # ------------------------------------------------------------------ called by connections
 
     def take_room(self, num_bytes: int) -> None:
-        """Count a message before it is decoded; the waiting room has to `forget` it if it isn't enqueued after all.
+        """Count a message before it is decoded. If it isn't enqueued after all, call the waiting room's `forget`.
 
         Raises:
             ServerOverloadedError, CacheFullError: too much is waiting.
@@ -143,7 +144,7 @@ class Session:
         self.waiting_room.enter(num_bytes, self.runner.size.row_waiting_bytes * self.runner.batch_size)
 
     def enqueue(self, item: Step | Replay) -> None:
-        """Queue a step or a replay, for which there is room, in the order of arrival."""
+        """Queue a step or a replay that was counted, in the order of arrival."""
         self._inbox.put_nowait(item)
 
     async def link_to(self, links: Links, successor: Successor | None) -> None:
@@ -160,18 +161,18 @@ class Session:
             async with asyncio.timeout(LINK_TIMEOUT_S):
                 link = await links.get(successor)
                 outlet = replace(self.outlet, link=link, session=successor.session)
-                # Only the link keeps the callback, until `unlink`: in the outlet it would make a circle with this
+                # Only the link keeps the callback, until `unlink`. In the outlet it would make a circle with this
                 # session, whose caches would then wait for the garbage collector.
                 await link.attach(successor, partial(self._successor_lost, outlet))
         except TimeoutError as error:
             if isinstance(error, SwarmError):
                 raise
             raise PeerTimeoutError(
-                f"the successor did not answer within {LINK_TIMEOUT_S:g} s", successor.peer_id
+                f"the next server did not answer within {LINK_TIMEOUT_S:g} s", successor.peer_id
             ) from None
         if epoch < self.epoch or self.closed:
             outlet.forget()
-            raise SessionLostError("the client has asked for another successor meanwhile")
+            raise SessionLostError("the client has named another next server meanwhile")
         self.outlet = outlet
 
     def unlink(self) -> None:
@@ -180,7 +181,7 @@ class Session:
         self.outlet = self.outlet.unlinked()
 
     def close(self) -> None:
-        """Give everything back; harmless when done twice."""
+        """Give everything back; harmless if done twice."""
         if not self.closed:
             self.closed = True
             self.unlink()
@@ -196,13 +197,13 @@ class Session:
     # ------------------------------------------------------------------ the worker
 
     async def work(self) -> None:
-        """Handle what is queued, one after the other, until cancelled or the owner's stream breaks."""
+        """Handle queued messages one after the other, until cancelled or the owner's stream breaks."""
         while True:
             item = await self._inbox.get()
             if isinstance(item, PeerError):
                 await send_error(self.owner, item, session=self.id, peer_id=item.peer_id)
                 if self.closed:
-                    self.runner.empty_cache()  # what it took is leased to others already
+                    self.runner.empty_cache()  # its memory is leased to other sessions already
                     return
                 continue
             self.waiting_room.begin(item.num_bytes)
@@ -235,29 +236,29 @@ class Session:
             runner.forget_inner()
 
     async def _run_on(self, header: StepHeader, timed: Timed[BlockInputs]) -> None:
-        """Pass on what a step has computed, and show its client what it wants to see of it."""
+        """Pass the outputs of a step on, and show its client the inner states that it wants to see."""
         runner, outputs, outlet = self.runner, timed.value, self.outlet
         outgoing = await outlet.compressed(header, outputs)
-        if runner.keeps_outputs:  # as the successor sees them
+        if runner.keeps_outputs:  # as the next server receives them
             runner.log.append(header.position, outputs.with_tensors(as_received(outgoing)))
         timings = (*header.timings, (runner.span.start, timed.queue_us, timed.compute_us))
         await self._pass_on(header, outlet, outgoing, timings)
         self.passed_on = header.position + header.seq_len
         if outputs.inner is not None:
             await self.outlet.show(header, outputs.inner, runner.span)
-        await runner.share(outputs)  # only now: the next server has something to do meanwhile
+        await runner.share(outputs)  # only now, while the next server works
 
     async def _pass_on(self, header: StepHeader, outlet: Outlet, outgoing: Outgoing, timings: Timings) -> None:
-        if header.replay_hops == 1:  # the servers behind this one still have their caches
+        if header.replay_hops == 1:  # the servers after this one still have their caches
             done = ResultHeader(id=header.id, position=header.position + header.seq_len, timings=timings)
             await self.owner.send(MessageType.RESULT, done.model_dump())
         else:
             await self._send(outlet, header, outgoing, timings, max(0, header.replay_hops - 1))
 
     async def _run_replay(self, header: ReplayHeader) -> None:
-        """Send the kept outputs for positions [0, length) again, in chunks, to the successor."""
+        """Send the kept outputs of positions [0, length) again, in chunks, to the next server."""
         await self.runner.go_back(header)
-        with block_errors_translated():  # steps that went well one by one may not fit together
+        with block_errors_translated():  # outputs that fitted one by one may not fit together
             for position, outputs in self.runner.log.replay(REPLAY_CHUNK_TOKENS):
                 step = StepHeader(
                     id=header.id,

@@ -1,6 +1,6 @@
 """All sessions of a server: opened within the byte budget, found by id, handed over when the server leaves.
 
-Made by `span_life`, used by what serves streams.
+Made with the blocks that are served (`streams/serving`), used by connections.
 """
 
 import asyncio
@@ -24,10 +24,10 @@ from swarmllm.server.sessions.step_runner import StepRunner
 
 MAX_SESSIONS_PER_PEER = 256
 NO_SUCH_SESSION = "this server has no such session (any more)"
-"""What is said of any session that isn't the asker's, whether there is one of that id or not."""
+"""Said of every session that isn't the asker's, whether it exists or not."""
 SESSIONS_PER_TIDYING = 256
-"""Sessions that end between two returns of free memory. Caches of all lengths, freed among what lives longer, leave
-holes: without it, servers grew by 170 MB over 10,000 requests (docs/benchmarks.md)."""
+"""Number of ended sessions between two returns of free memory. Freed caches of all lengths leave holes between objects
+that live longer: without it, servers grew by 170 MB over 10,000 requests (docs/benchmarks.md)."""
 
 
 class SessionTable:
@@ -46,7 +46,7 @@ class SessionTable:
         max_sessions: int | None = None,
     ) -> None:
         self.limits = limits or PeerLimits()
-        """What one peer may have here; that of the handler which takes its messages."""
+        """The same limits as those of the connections."""
         self.budget = budget
         self.pages = pages
         self._max_sessions = max_sessions
@@ -66,7 +66,7 @@ class SessionTable:
         return iter(tuple(self._sessions.values()))
 
     def open(self, header: OpenHeader, owner: FrameStream, adapter: BlockAdapter | None = None) -> Session:
-        """A new session, its cache leased.
+        """Open a session, and lease its cache.
 
         Raises:
             CacheFullError, ServerOverloadedError: no room.
@@ -118,11 +118,9 @@ class SessionTable:
             raise RemoteProtocolError("a session with this id is open already")
         if sum(s.owner.peer_id == owner.peer_id for s in self) >= MAX_SESSIONS_PER_PEER:
             raise ServerOverloadedError(f"one client may have {MAX_SESSIONS_PER_PEER} sessions open")
-        if not self._packer.blocks.keeps_cache:
-            raise RemoteProtocolError("these are blocks of an encoder, which keep no KV cache: send whole batches")
 
     def get(self, session_id: str) -> Session:
-        """The session of this id.
+        """Return the session of this id.
 
         Raises:
             SessionLostError: there is none.
@@ -133,10 +131,10 @@ class SessionTable:
             raise SessionLostError(NO_SUCH_SESSION) from None
 
     def attachable(self, session_id: str, token: str) -> Session:
-        """The session that a predecessor wants to attach to.
+        """Return the session to which a previous server wants to attach.
 
         Raises:
-            SessionLostError: there is none, or the token is wrong (which is not told apart).
+            SessionLostError: there is none, or the token is wrong; the error is the same.
         """
         session = self._sessions.get(session_id)
         if session is None or not hmac.compare_digest(session.token.encode(), token.encode()):
@@ -144,14 +142,14 @@ class SessionTable:
         return session
 
     def _dismiss_for(self, num_bytes: int) -> None:
-        """Send others elsewhere, whose texts go on there, as far as that makes room for a client who comes first."""
+        """Send sessions of other clients to other servers, if that makes room for a client that comes first."""
         others = [session for session in self if not session.runner.account().comes_first]
         leased = Counter[str]()
         for session in others:
             leased[session.owner.peer_id] += session.runner.lease.num_bytes
         if num_bytes > self.budget.left_bytes + leased.total():
             return
-        # The newest of whoever has most: it has the least to compute anew elsewhere.
+        # The newest session of the client with the largest leases: it has the least to compute again elsewhere.
         while others and (num_bytes > self.budget.left_bytes or len(self) == self._max_sessions):
             session = max(reversed(others), key=lambda one: leased[one.owner.peer_id])
             others.remove(session)
@@ -160,7 +158,7 @@ class SessionTable:
             session.close()
 
     def make_room(self) -> None:
-        """Give back what can be computed anew, and offer less; called in the device thread when memory has run out."""
+        """Drop shared prompts and offer less; called in the device thread when memory has run out."""
         self.budget.shrink()
         if self.pages is not None:
             self.pages.clear()
@@ -175,7 +173,8 @@ class SessionTable:
             self._empty.set()
 
     async def hand_over(self, timeout_s: float) -> None:
-        """Tell every client to take another route, and wait until they have gone; those that don't lose the session.
+        """Tell every client to take another route, and wait until all have gone; clients that don't go lose the
+        session.
 
         A client whose next step is refused would find another server as well; being told spares it the failed step.
         """
@@ -187,4 +186,4 @@ class SessionTable:
         except TimeoutError:
             for session in self:
                 session.close()
-                session.owner.abort()  # its client has been told; nothing is kept for one that doesn't come back
+                session.owner.abort()  # its client has been told

@@ -39,19 +39,18 @@ from swarmllm.server.sessions.kv_cache import CacheLease, SessionSize
 from swarmllm.server.sessions.prefix_cache import PrefixCache, SharedPrefix
 
 INNER_FACTOR = 2
-"""What is wanted is there twice: as it was found, and as one tensor to be sent."""
+"""Inner states are in memory twice: as they were found, and as one tensor to be sent."""
 
 DECODE_TOKENS = 16
-"""Steps of at most this many positions count as decoding: somebody waits for the next token (speculation sends a
-few)."""
+"""Most positions of a step that counts as decoding: a client waits for the next token (speculation sends a few)."""
 
 
 def wanted_inner(
     header: StepHeader | BatchHeader, span: Span, blocks: BlockSpan, position_bytes: int
 ) -> tuple[InnerStates | None, int]:
-    """What is wanted of these blocks, and the bytes that it takes; None and 0: nothing.
+    """Return the inner states that a client wants of these blocks, and their bytes; None and 0 if it wants none.
 
-    `position_bytes` are those of one position's hidden states.
+    `position_bytes` is the size of one position's hidden states.
 
     Raises:
         ConfigurationError: it is more than one answer may bring.
@@ -80,10 +79,10 @@ class Step:
 
     header: StepHeader
     num_bytes: int
-    """What it counts for until it has been run."""
+    """Bytes that it counts for until it has been run."""
     inputs: BlockInputs
     pushed_by: str | None = None
-    """The predecessor that computed the inputs; None: the client sent them."""
+    """Peer id of the previous server, if it has computed the inputs; None: the client sent them."""
 
 
 class StepRunner:
@@ -101,23 +100,23 @@ class StepRunner:
         pages: PrefixCache | None = None,
         account: Callable[[], Account] = lambda: HOUSE,
     ) -> None:
-        """`lease` is of the `size` for each row; `adapter` is the client's, `pages` those that it may share.
+        """`lease` covers `size` for each row; `adapter` is the client's, `pages` are those that it may share.
 
-        `account` says on whom the device's time is spent.
+        `account` returns the account that the device's time counts for.
         """
         self.account = account
         self.packer, self.device_thread = packer, device_thread
         self.size, self.lease = size, lease
         self.batch_size = header.batch_size
         self.num_choices = 0
-        """How often the client has chosen rows of the batch anew."""
+        """Number of times that the client has chosen rows anew."""
         self.cache: SpanCache = packer.blocks.new_cache(Span(header.start, header.end), record_past=header.record_past)
         self.log = ActivationLog(packer.blocks.traits)
-        """The outputs that a successor may need again; the last server of a chain keeps none."""
+        """Outputs that a successor may need again; the last server of a chain keeps none."""
         self._adapter = adapter
         self._prefix = None if pages is None else SharedPrefix(pages, packer.blocks, self.span)
         self._inner_bytes = 0
-        """Leased for what is wanted of the inside of the step in hand."""
+        """Bytes leased for the inner states that the client wants of the current step."""
 
     @property
     def span(self) -> Span:
@@ -126,11 +125,11 @@ class StepRunner:
 
     @property
     def keeps_outputs(self) -> bool:
-        """Whether there may be a successor."""
+        """True if there may be a next server."""
         return self.span.end < self.packer.blocks.num_blocks
 
     async def run(self, step: Step) -> Timed[BlockInputs]:
-        """The outputs of a step, with all that goes to the next server beside them.
+        """Compute the outputs of a step, with the other tensors that go to the next server.
 
         Raises:
             SwarmError: the step makes no sense here, or the blocks failed.
@@ -148,8 +147,8 @@ class StepRunner:
         inputs, self._inner_bytes = replace(inputs, inner=inner), INNER_FACTOR * num_inner_bytes
         prefix = self._prefix
         if prefix is not None and (not prefix.fits(header.position, inputs, self.cache) or inner is not None):
-            prefix = None  # pages know nothing of what is between the blocks
-        # For the rows before and after: until the step has gone well, the cache may be of either.
+            prefix = None  # pages have no inner states
+        # For the rows before and after: until the step has succeeded, the cache may have either number.
         num_rows = max(self.batch_size, header.batch_size)
         try:
             self._lease_rows(num_rows)
@@ -157,7 +156,7 @@ class StepRunner:
             if inner is None:
                 raise
             raise CacheFullError(
-                f"what passes between blocks {self.span} takes {num_inner_bytes >> 20} MB, for which this server has "
+                f"inner states of blocks {self.span} take {num_inner_bytes >> 20} MB, for which this server has "
                 "no room: ask for a shorter text or fewer rows"
             ) from None
         if header.ones_mask:  # made only now: its size is bounded by the lease
@@ -172,7 +171,7 @@ class StepRunner:
         return Timed(inputs.with_hidden(timed.value), timed.queue_us, timed.compute_us)
 
     async def share(self, outputs: BlockInputs) -> None:
-        """Keep the pages of the step that was run last, whose outputs these are, for others who begin with them."""
+        """Cache the KV pages of the last step, whose outputs these are, for prompts with the same prefix."""
         if self._prefix is None or not self._prefix.shares:
             return
         try:
@@ -180,13 +179,13 @@ class StepRunner:
                 keep = partial(self._prefix.keep, self.cache, outputs.hidden_states)
                 await self.device_thread.run_call(keep, Priority.PREFILL, self.account())
         except ServerOutOfMemoryError:
-            self._prefix = None  # the step went well, only nobody can share what it computed
+            self._prefix = None  # the step succeeded, but its results can't be shared
 
     async def go_back(self, header: ReplayHeader) -> None:
         """Bring the cache and the log to the rows and the length that the client wants, before outputs are sent again.
 
         Raises:
-            SwarmError: that makes no sense here.
+            SwarmError: the request makes no sense here.
         """
         if header.length > self.cache.position:
             raise SessionLostError(
@@ -208,31 +207,31 @@ class StepRunner:
         self.log.rollback(header.length)
 
     def _checked(self, step: Step) -> BlockInputs:
-        """The inputs of a step that can be run where this cache ends, or before.
+        """Check a step, and return its inputs: it must begin at the end of this cache, or before.
 
         Raises:
-            SwarmError: something is missing, or something is wrong with it.
+            SwarmError: something is missing or wrong.
         """
         header = step.header
         length = min(self.cache.position, self.log.length) if self.keeps_outputs else self.cache.position
         if header.position > length:
             raise SessionLostError(f"the step starts at position {header.position}, this cache ends at {length}")
         if header.timings and header.timings[-1][0] >= self.span.start:
-            raise RemoteProtocolError("a step goes from server to server upwards through the blocks, never in circles")
+            raise RemoteProtocolError("a step must go through the blocks in ascending order, and never twice")
         end = header.position + header.seq_len
         if end > self.size.max_length:
             raise SessionLengthExceededError(
                 f"the session has room for {self.size.max_length} tokens, this step would reach {end}"
             )
         inputs = replace(step.inputs, adapter=self._adapter)
-        if step.pushed_by is not None:  # nobody but its successor sees what a server in the middle computes
+        if step.pushed_by is not None:  # only the next server sees the outputs of a server in the middle
             axis = self.packer.blocks.traits.batch_axis
             if not plausible(inputs.hidden_states, axis, inputs.attention_mask):
                 raise CorruptActivationsError("a server passed on NaN, infinite or absurd values", step.pushed_by)
         return inputs
 
     def _selects_rows(self, header: StepHeader | ReplayHeader) -> bool:
-        """Whether the cache still has to take the rows that the client has chosen last.
+        """True if the cache still has to take the rows that the client has chosen last.
 
         A repair may send a choice twice; choices are counted, so that each is made once.
 
@@ -248,29 +247,29 @@ class StepRunner:
             )
         if not header.batch_index or max(header.batch_index) >= self.batch_size:
             raise RemoteProtocolError(f"batch_index chooses rows that a batch of {self.batch_size} doesn't have")
-        self._prefix = None  # what the cache holds is no longer what was hashed
+        self._prefix = None  # the cache no longer holds the hashed positions
         return True
 
     def _lease_rows(self, num_rows: int) -> None:
-        if self.lease.released:  # what is leased now would be so for ever
+        if self.lease.released:  # a lease taken now would never be released
             raise SessionLostError("the session has been closed meanwhile")
         self.lease.resize(self.size.row_bytes * num_rows + self._inner_bytes)
 
     def forget_inner(self) -> None:
-        """What was wanted of the inside of the last step has been sent, or won't be."""
+        """Give back the memory of inner states: they have been sent, or won't be."""
         if self._inner_bytes and not self.lease.released:
             self._inner_bytes = 0
             self._lease_rows(self.batch_size)
 
     def empty_cache(self) -> None:
-        """Some blocks have seen a step and some have not: nothing of the cache can be trusted any more."""
+        """Empty the cache, because some blocks have seen a step and others have not."""
         self.cache = self.packer.blocks.new_cache(self.span, record_past=self.cache.records_past)
         self.log.rollback(0)
 
     async def _compute(
         self, header: StepHeader, inputs: BlockInputs, select: bool, prefix: SharedPrefix | None, *, begun: bool
     ) -> Timed[Tensor]:
-        """The outputs of a step: those that are known already, and those of the rest, for which blocks have to run.
+        """Compute the outputs of a step: take those of shared pages, and run the blocks for the others.
 
         `begun`: the cache changes before blocks run.
 
@@ -301,14 +300,14 @@ class StepRunner:
             if begun:
                 self.empty_cache()
             raise
-        parts = [timed.value] if known.value is None else [known.value, timed.value]
-        value = timed.value if len(parts) == 1 else torch.cat(parts, dim=traits.batch_axis + 1)
+        outputs = [timed.value] if known.value is None else [known.value, timed.value]
+        value = timed.value if len(outputs) == 1 else torch.cat(outputs, dim=traits.batch_axis + 1)
         return Timed(value, timed.queue_us + known.queue_us, timed.compute_us + known.compute_us)
 
     # ------------------------------------------------------------------ in the device thread
 
     def bring_cache_to(self, header: StepHeader, select: bool) -> None:
-        """Give the cache the step's rows and position.
+        """Bring the cache to the step's rows and position.
 
         Raises:
             SessionLostError: it can't go back there.
@@ -338,7 +337,7 @@ class _StepInPieces(SessionStep):
         priority = Priority.DECODE if header.seq_len <= DECODE_TOKENS else Priority.PREFILL
         num_tokens = header.seq_len * header.batch_size
         can_be_cut = priority is Priority.PREFILL and not (inputs.inner and inputs.inner.attentions)
-        # Clients cut where a first piece has to be longer than others.
+        # Clients cut prompts whose first piece must be longer than the others.
         can_be_cut = can_be_cut and uncut(inputs, header.position, runner.packer.blocks.traits) == 1
         super().__init__(
             session=header.session,
@@ -351,13 +350,17 @@ class _StepInPieces(SessionStep):
             context_tokens=header.position * header.batch_size,
         )
         self.has_run = False
-        """Whether blocks may have seen some of it."""
+        """True when blocks may have seen some of it."""
         self._runner, self._header, self._inputs, self._select = runner, header, inputs, select
         self._num_columns = 0  # taken so far
         self._inner: list[InnerStates | None] = []  # of the pieces
 
     def take(self, num_tokens: int) -> SessionCall:
-        """The next piece. Raises SessionLostError: the cache can't be rolled back to where the step begins."""
+        """Return the next piece.
+
+        Raises:
+            SessionLostError: the cache can't be rolled back to the step's position.
+        """
         runner, header, blocks = self._runner, self._header, self.packer.blocks
         if not self._num_columns:
             runner.bring_cache_to(header, self._select)
@@ -370,6 +373,6 @@ class _StepInPieces(SessionStep):
         return SessionCall(on_device(inputs, blocks), runner.span, runner.cache)
 
     def join_inner(self) -> None:
-        """Put together what all pieces have found between the blocks."""
+        """Join the inner states of all pieces."""
         if self._inputs.inner is not None:
             self._inputs.inner.join(self._inner, self.packer.blocks.traits.batch_axis + 1)

@@ -122,7 +122,7 @@ class Connection:
                     await self._dispatch(await self._stream.receive(), tasks)
         except* SwarmError as ended:  # the stream has: its tasks are cancelled, its sessions end
             # Python 3.11's TaskGroup leaves its error in a circle with its own frame, and so with everything that this
-            # stream had open: KV caches would wait for the garbage collector, which comes late where much lives long.
+            # stream had open: KV caches would wait for the garbage collector, which runs late if much lives long.
             traceback.clear_frames(ended.__traceback__)
         finally:
             for session in self._owned.values():
@@ -172,7 +172,7 @@ class Connection:
         header = parse(OpenHeader, message.header, None)
         serving = self._access.served_to(self._stream.peer_id)
         if not serving.stack_of(header.start, header.end).blocks.keeps_cache:
-            raise RemoteProtocolError("these are blocks of an encoder, which keep no KV cache: send whole batches")
+            raise RemoteProtocolError("blocks of an encoder keep no KV cache: send requests without a session")
         adapter = serving.adapter_of(header, self._stream.peer_id)
         session = self._owned[header.session] = serving.sessions.open(header, self._stream, adapter)
         return session

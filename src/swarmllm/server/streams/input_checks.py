@@ -1,8 +1,8 @@
-"""Whether the tensors that came with a step or a batch are what its header says, and index nothing that isn't there.
+"""Check that tensors are what their header says, and that no index in them is outside its table.
 
-Blocks broadcast what fits by chance, so a few bytes too many could make them allocate gigabytes; a mask of another
-width than the text's can't be cut, so all of a prompt would run at once; and an index outside its table takes a GPU's
-whole context with it. Called by `session_messages`, `batch_request` and `dispatcher` before anything is queued.
+Blocks broadcast shapes that fit by chance, so a few bytes too many could make them allocate gigabytes. A mask of
+another width than the text's can't be cut, so all of a prompt would run at once. An index outside its table ends a
+GPU's whole context. Called by `connection` and `sessionless_requests` before anything is queued.
 """
 
 import asyncio
@@ -31,32 +31,33 @@ T = TypeVar("T")
 
 NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 MAX_NUMBERS = 1 << 16
-"""As in `Patch`."""
+"""Largest number of adapters, as in `Patch`."""
 MAX_POSITION_KINDS = 8
-"""Kinds of `position_ids`: 3 or 4 in today's models with several."""
+"""Most kinds of `position_ids`; 3 or 4 in today's models with several."""
 
 
 async def off_loop(read: Callable[[], T], message: Message) -> T:
-    """What `read` makes of the message's tensors; in a thread if unpacking them would keep the event loop too long."""
+    """Run `read`, which decodes the message's tensors; in a thread if it would block the event loop too long."""
     num_bytes = decompressed_bytes(message.header.get("tensors"), len(message.payload))
     return read() if num_bytes < THREAD_BYTES else await asyncio.to_thread(read)
 
 
 class InputChecks:
-    """Knows what the inputs of these blocks look like."""
+    """Checks of the inputs of these blocks."""
 
     def __init__(self, blocks: BlockSpan) -> None:
-        """Call it in the device thread: it runs what the model does before its blocks."""
+        """Call it in the device thread: it runs the code that the model runs before its blocks."""
         hidden = random_inputs(blocks, 1).hidden_states
         self._blocks = blocks
         self._sample_shape = tuple(hidden.shape)
         self.hidden_bytes = hidden.nbytes
-        """Memory of one position's hidden states."""
+        """Bytes of one position's hidden states."""
 
     def read(
         self, header: StepHeader | BatchHeader, message: Message, pushed: Mapping[str, Tensor] = NOTHING
     ) -> tuple[BlockInputs, Tensor | None]:
-        """The tensors of the message and those `pushed` for it, and the gradient of the outputs if there is one.
+        """Decode the message's tensors: the inputs, with those in `pushed`, and the gradient of the outputs if there is
+        one.
 
         Raises:
             RemoteProtocolError: they are not what the header says.
@@ -76,7 +77,7 @@ class InputChecks:
         if inputs.attention_mask is not None:
             past = header.position if isinstance(header, StepHeader) else 0
             _check_mask(inputs.attention_mask, batch, seq, past)
-        self._check_source(inputs, header)
+        self._check_encoder_outputs(inputs, header)
         self._check_pictures(inputs)
         _check_ids("input_ids", inputs.input_ids, batch, seq, self._blocks.vocab_size)
         _check_ids("token_type_ids", inputs.token_type_ids, batch, seq, self._blocks.num_token_types)
@@ -86,12 +87,12 @@ class InputChecks:
         return inputs, grad_outputs
 
     def _check_pictures(self, inputs: BlockInputs) -> None:
-        """What models that see have besides: masks by kind of block, and what is added between blocks."""
+        """Check the inputs of vision models: masks by kind of block, and tensors that are added between blocks."""
         kinds, mask = inputs.mask_kinds, inputs.attention_mask
         if kinds is not None:
             limit = len(mask_names(self._blocks.stack.config))
             if mask is None or mask.ndim != 4 or kinds.shape != mask.shape[1:2] or len(kinds) > limit:
-                raise RemoteProtocolError("mask_kinds must say for each mask of attention_mask what it is for")
+                raise RemoteProtocolError("mask_kinds must name the kind of each mask of attention_mask")
             _check_indices("mask_kinds", kinds, limit)
         self._check_per_layer(inputs)
         given = (inputs.deepstack, inputs.deepstack_mask, inputs.deepstack_at)
@@ -116,24 +117,25 @@ class InputChecks:
         shape = (inputs.batch_size, inputs.seq_len, self._blocks.num_blocks, width)
         _check_floats("per_layer_inputs", found, shape)
 
-    def _check_source(self, inputs: BlockInputs, header: StepHeader | BatchHeader) -> None:
-        """What a decoder attends to comes with the first positions of a text, and with each batch."""
+    def _check_encoder_outputs(self, inputs: BlockInputs, header: StepHeader | BatchHeader) -> None:
+        """Check encoder outputs: they come with the first positions of a text, and with each request without a
+        session."""
         width, hidden, mask = self._blocks.source_dim, inputs.encoder_hidden_states, inputs.encoder_attention_mask
         is_wanted = width > 0 and not (isinstance(header, StepHeader) and header.position)
         if (hidden is not None) != is_wanted or (mask is not None and not is_wanted):
             raise RemoteProtocolError(
-                f"encoder_hidden_states {'are missing' if is_wanted else 'have no place here'}: a decoder takes them "
-                "with the first step of a session and with each batch"
+                f"encoder_hidden_states {'are missing' if is_wanted else 'must be left out'}: a decoder takes them "
+                "with the first step of a session and with each request without a session"
             )
         if hidden is not None:
             _check_floats("encoder_hidden_states", hidden, (inputs.batch_size, max(1, inputs.source_len), width))
         if mask is not None and not self._blocks.masks_source:
-            raise RemoteProtocolError("these blocks see all of the encoder's outputs: leave encoder_attention_mask out")
+            raise RemoteProtocolError("these blocks attend to all encoder outputs: leave encoder_attention_mask out")
         if mask is not None and (mask.shape != (inputs.batch_size, inputs.source_len) or mask.is_floating_point()):
             raise RemoteProtocolError(f"encoder_attention_mask must be integers, as many as positions: {mask.shape}")
 
     def check_length(self, num_positions: int) -> None:
-        """Whether a batch's rows may be so long, a prefix included.
+        """Check the length of a request's rows, with the adapter's prefix.
 
         Raises:
             SessionLengthExceededError: the model's table of positions is shorter.
@@ -143,7 +145,7 @@ class InputChecks:
             raise SessionLengthExceededError(f"this model has {longest} positions, {num_positions} are asked for")
 
     def read_gradient(self, header: BatchHeader, message: Message, pushed: Mapping[str, Tensor] = NOTHING) -> Tensor:
-        """The gradient of the outputs, which comes alone when the forward has been kept.
+        """Decode the gradient of the outputs, which comes alone if the forward was kept.
 
         Raises:
             RemoteProtocolError: it isn't there, or isn't what the header says.
@@ -154,11 +156,11 @@ class InputChecks:
         _check_floats("grad_outputs", tensors["grad_outputs"], self._hidden_shape(header.batch_size, header.seq_len))
         return tensors["grad_outputs"]
 
-    def read_pushed(self, header: BatchHeader, name: str, pushed: Pushed, source: str) -> dict[str, Tensor]:
-        """What `source` has pushed for the request of that header: the tensor of that name.
+    def read_pushed(self, header: BatchHeader, name: str, pushed: Pushed, sender: str) -> dict[str, Tensor]:
+        """Decode the tensor of this name that the server `sender` has pushed for a request.
 
         Raises:
-            CorruptActivationsError: it isn't that, or can't be right.
+            CorruptActivationsError: it is another tensor, or can't be right.
         """
         payload = pushed.message.payload
         try:
@@ -166,14 +168,14 @@ class InputChecks:
             if tensors.keys() != {name}:
                 raise RemoteProtocolError(f"{name} alone should have come")
             _check_floats(name, tensors[name], self._hidden_shape(header.batch_size, header.seq_len))
-        except RemoteProtocolError as error:  # the client, who is told, is not its sender
+        except RemoteProtocolError as error:  # the client gets the error, and is not the sender
             raise CorruptActivationsError(
-                f"a server passed on something else than asked for: {error}", source
+                f"a server passed on another tensor than the client asked for: {error}", sender
             ) from None
         return tensors
 
     def read_adapter(self, header: AdapterHeader, message: Message) -> BlockAdapter:
-        """The adapter of the message, on the blocks' device.
+        """Decode the message's adapter, on the blocks' device.
 
         Raises:
             RemoteProtocolError: it doesn't fit the blocks.
@@ -207,7 +209,7 @@ def _check_floats(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def _check_mask(mask: Tensor, batch: int, seq: int, past: int) -> None:
-    """Some models count positions by adding up a mask of two axes, so it must not hold anything but 0 and 1."""
+    """Check a mask. Some models count positions by adding up a mask of two axes, so it may hold only 0 and 1."""
     shape, width = tuple(mask.shape), past + seq
     if len(shape) == 2:
         good = shape == (batch, width) and bool(((mask == 0) | (mask == 1)).all())
@@ -239,7 +241,7 @@ def _check_positions(positions: Tensor | None, batch: int, seq: int, table: rang
 
 
 def _check_indices(name: str, indices: Tensor, limit: int) -> None:
-    """Each of these at most once, below the limit."""
+    """Check that these are different integers below the limit."""
     if indices.is_floating_point() or not 0 < len(indices) <= limit or len({*indices.tolist()}) != len(indices):
         raise RemoteProtocolError(f"{name} must be different integers")
     _check_range(name, indices, range(limit))

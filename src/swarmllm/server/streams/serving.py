@@ -33,7 +33,7 @@ from swarmllm.server.streams.input_checks import InputChecks
 logger = logging.getLogger(__name__)
 
 LARGE_FROM_ALL = frozenset((MessageType.PUSH,))
-"""Types of messages that may be large from any peer: a PUSH says only itself which client asked for it."""
+"""Types of messages that may be large from any peer: only its token tells which client asked for a PUSH."""
 LARGE_WHEN_ATTACHED = LARGE_FROM_ALL | {MessageType.STEP}
 """Types of messages that may be large from peers that have shown the token of a session."""
 LARGE_FROM_CLIENTS = LARGE_WHEN_ATTACHED | {MessageType.FORWARD, MessageType.BACKWARD, MessageType.ADAPTER}
@@ -187,7 +187,7 @@ class Sleep:
 
 @dataclass(eq=False)
 class Access:
-    """What is served at the moment, which clients may use it, and how much of it."""
+    """Access to the blocks served at the moment: which clients may use them, and how much."""
 
     allowed_clients: Collection[str] | None
     """Peer ids of clients that may use this server; None: all."""

@@ -26,12 +26,12 @@ from swarmllm.server.streams.serving import Serving, StackBlocks
 async def answer_request(
     serving: Serving, links: Links, compression: str, stream: FrameStream, message: Message
 ) -> tuple[ResultHeader, Outgoing]:
-    """FORWARD: the outputs. BACKWARD: the gradients of the inputs, from a kept forward or from the inputs alone.
+    """Answer FORWARD with outputs, and BACKWARD with gradients of the inputs.
 
-    `compression` holds for clients that leave it to the server.
+    BACKWARD uses a kept forward, or the inputs alone. `compression` is used if the client leaves it to the server.
 
     Raises:
-        SwarmError: as one sentence for the client.
+        SwarmError: one sentence for the client.
     """
     header = parse(BatchHeader, message.header, None)
     compression = compression if header.compression == "auto" else header.compression
@@ -73,7 +73,7 @@ class _Request:
         """Check the blocks and the size of the request, and return its adapter.
 
         Raises:
-            SwarmError: this server doesn't have them, or the batch is too large for it.
+            SwarmError: this server doesn't have the blocks or the adapter, or the request is too large for it.
         """
         header, serving = self.header, self.serving
         stack = self.stack
@@ -82,7 +82,7 @@ class _Request:
         num_tokens = header.batch_size * (header.seq_len + num_prefix)
         if num_tokens > serving.max_batch_tokens:
             raise ServerOverloadedError(
-                f"a batch of {num_tokens} tokens is above this server's limit of {serving.max_batch_tokens}"
+                f"a request of {num_tokens} tokens is above this server's limit of {serving.max_batch_tokens}"
             )
         stack.inputs.check_length(header.seq_len + num_prefix)
         return adapter
@@ -94,10 +94,10 @@ class _Request:
         if inner is None:
             return await self._computed(adapter, pushed)
         if header.keep or self.message.type != MessageType.FORWARD:
-            raise RemoteProtocolError("what passes between blocks is answered to FORWARD without keep alone")
+            raise RemoteProtocolError("inner states can be asked for by FORWARD without keep only")
         num_bytes *= INNER_FACTOR
         if not serving.limits.take_now(self.stream.peer_id, num_bytes):
-            raise ServerOverloadedError("too much of this client's batches is to be answered here at once")
+            raise ServerOverloadedError("this client asks for too many inner states at once")
         try:
             answer, tensors = await self._computed(adapter, pushed, inner)
             blocks, attentions, shown = inner.as_answer(self.span)
@@ -111,7 +111,7 @@ class _Request:
         header, serving, span = self.header, self.serving, self.span
         turns = await self._turns(adapter, pushed, inner)
         account = serving.limits.standing.account(self.stream.peer_id)
-        timed = await serving.device_thread.run_in_turns(turns, Priority.BATCH, account)
+        timed = await serving.device_thread.run_in_turns(turns, Priority.SESSIONLESS, account)
         kept, result = timed.value
         if kept is not None:
             serving.kept_forwards.put(self.stream.peer_id, header.id, kept)
@@ -119,7 +119,7 @@ class _Request:
         if header.target is not None:
             tensor = result["hidden_states"]
             sent = await push(self.links, header.target, self.passed_on, tensor, self.compression)
-        if sent is not None:  # the client shall have what its target has
+        if sent is not None:  # the client gets the same tensors as its target
             others = {name: tensor for name, tensor in result.items() if name != "hidden_states"}
             result = others if header.without_pushed else others | {"hidden_states": sent}
         timings = ((span.start, timed.queue_us, timed.compute_us),)
@@ -145,8 +145,8 @@ class _Request:
             )
         axis = blocks.traits.batch_axis
         if "hidden_states" in pushed and not plausible(inputs.hidden_states, axis, inputs.attention_mask):
-            source = None if header.source is None else header.source.peer_id
-            raise CorruptActivationsError("a server passed on NaN, infinite or absurd values", source)
+            sender = None if header.source is None else header.source.peer_id
+            raise CorruptActivationsError("a server passed on NaN, infinite or absurd values", sender)
         inputs = replace(inputs, adapter=adapter, inner=inner)
         if header.ones_mask:
             inputs = replace(inputs, attention_mask=torch.ones(inputs.batch_size, inputs.seq_len, dtype=torch.int64))

@@ -10,8 +10,8 @@ import pytest
 import torch
 from tests.numerics.architectures import SPEECH
 from tests.numerics.in_process_swarm import encoder_decoder_client
-from tests.numerics.speaking import IDS, save_speaking_whisper
-from tests.numerics.tiny_hearing_models import FRAMES, MEL_BINS, names, save_tiny_model, tiny_config
+from tests.numerics.tiny_speech_models import FRAMES, MEL_BINS, names, save_tiny_model, tiny_config
+from tests.numerics.tiny_whisper import IDS, save_speaking_whisper
 from transformers import AutoModelForSpeechSeq2Seq, PreTrainedModel
 
 from swarmllm.errors import ConfigurationError, UnsupportedModelError
@@ -64,7 +64,7 @@ def whispers(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel,
 @pytest.mark.parametrize("length", [FRAMES, 3 * FRAMES])
 @pytest.mark.rotates(3)
 def test_whispers_own_generate(whispers: tuple[PreTrainedModel, ...], options: dict[str, Any], length: int) -> None:
-    """Of short sounds and of long ones, which it writes piece by piece."""
+    """Short sounds, and long ones, which it writes piece by piece."""
     features = torch.randn(2, MEL_BINS, length, generator=torch.Generator().manual_seed(5))
     mask = torch.ones(2, length, dtype=torch.long)
     mask[1, length * 2 // 3 :] = 0
@@ -79,5 +79,5 @@ def test_whispers_own_generate(whispers: tuple[PreTrainedModel, ...], options: d
 
 def test_without_sound_it_says_how_to_give_it(pair: tuple[PreTrainedModel, ...]) -> None:
     _, client = pair
-    with pytest.raises(ConfigurationError, match=f"give the model its sound as {client.main_input_name}"):
+    with pytest.raises(ConfigurationError, match=f"give the model its audio as {client.main_input_name}"):
         client.get_encoder()(torch.zeros(1, 0, 8))

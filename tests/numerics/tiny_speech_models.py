@@ -44,7 +44,7 @@ def names() -> list[str]:
 
 
 def tiny_config(name: str) -> PreTrainedConfig:
-    """Of a type that a swarm refuses, its usual config: that is all that is looked at."""
+    """The config of a type; of a type that a swarm refuses its usual config, because only that is looked at."""
     if name not in SPECIFIC:
         return CONFIG_MAPPING[name]()
     unfit = ("num_hidden_layers", "num_attention_heads") if name == "moonshine" else ()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from commands import command
 from swarm_models import OPTIONS
-from tests.numerics.speaking import save_speaking_whisper
+from tests.numerics.tiny_whisper import save_speaking_whisper
 from transformers import AutoFeatureExtractor, AutoModelForSpeechSeq2Seq, AutoTokenizer, pipeline
 
 from swarmllm import AutoDistributedModelForSpeechSeq2Seq, LocalSwarm
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.rotates(3, whole_file=True)
 
 
 def test_automatic_speech_recognition(tmp_path: Path) -> None:
-    """Of one piece, and of several with their times; `status` and `doctor` count the blocks of each stack."""
+    """One piece, and several with their times; `status` and `doctor` count the blocks of each stack."""
     path = str(save_speaking_whisper(tmp_path))
     local = AutoModelForSpeechSeq2Seq.from_pretrained(path)
     extractor, tokenizer = AutoFeatureExtractor.from_pretrained(path), AutoTokenizer.from_pretrained(path)

@@ -1,4 +1,4 @@
-"""What is left of a stream when it has ended."""
+"""Nothing is left of a stream when it has ended."""
 
 import asyncio
 import gc

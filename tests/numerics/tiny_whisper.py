@@ -1,9 +1,9 @@
-"""What a tiny Whisper needs beside its weights: the tokens of languages and tasks, a tokenizer, a feature extractor."""
+"""The files of a tiny Whisper besides its weights: tokens of languages and tasks, a tokenizer, a feature extractor."""
 
 from pathlib import Path
 
 import torch
-from tests.numerics.tiny_hearing_models import FRAMES, MEL_BINS, VOCABULARY, tiny_model
+from tests.numerics.tiny_speech_models import FRAMES, MEL_BINS, VOCABULARY, tiny_model
 from transformers import GenerationConfig, WhisperFeatureExtractor, WhisperTokenizer
 
 SPECIAL = ["<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|de|>", "<|translate|>", "<|transcribe|>"]

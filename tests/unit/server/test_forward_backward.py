@@ -10,7 +10,7 @@ from torch import Tensor
 from swarmllm.data_structures import Span
 from swarmllm.errors import RemoteProtocolError, SessionLostError
 from swarmllm.server.device import forward_backward
-from swarmllm.server.device.forward_backward import Graph, KeptForward, KeptForwards, Turns, _parts
+from swarmllm.server.device.forward_backward import Graph, KeptForward, KeptForwards, Turns, _turn_spans
 
 
 def graph(num_tokens: int = 4, factor: float = 3.0) -> Graph:
@@ -101,5 +101,5 @@ def test_a_turn_on_a_device_is_of_more_blocks_the_fewer_tokens(
 ) -> None:
     traits = type("Traits", (), {"forbidden_cuts": (2,)})()
     blocks: Any = type("Blocks", (), {"device": torch.device(device), "traits": traits})()
-    cuts = _parts(blocks, Span(0, 8), num_tokens)
+    cuts = _turn_spans(blocks, Span(0, 8), num_tokens)
     assert [part.start for part in cuts] + [cuts[-1].end] == expected
