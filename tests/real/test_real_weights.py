@@ -52,7 +52,8 @@ def test_logits(served: Served) -> None:
 def test_text_makes_sense(served: Served) -> None:
     ids = served.ids(CAPITAL)
     output = assert_same_tokens(served.model, served.local, ids, max_new_tokens=16)
-    assert "Paris" in served.tokenizer.decode(output[0, ids.shape[1] :])
+    expected = "largest city in France" if served.real.is_gemma else "Paris"  # Gemma is no model of instructions
+    assert expected in served.tokenizer.decode(output[0, ids.shape[1] :])
 
 
 @pytest.mark.parametrize(
