@@ -4,6 +4,9 @@ Each class says two things that the retry policy (`swarm/retry`) needs: whether 
 peer is to blame. Foreign errors (hivemind, OS, transformers) are translated where they enter: `p2p/peer` and
 `wire/protocol` for peers, `checkpoint/checkpoint` for weights.
 
+The right column says how to try again (with another peer, after looking up servers again, or by replaying the inputs)
+and whether the peer is blamed.
+
     SwarmError
       ConfigurationError(ValueError)                 the caller's settings; never retried
         UnsupportedModelError                        this architecture, or this cut of it, can't be served
@@ -44,7 +47,7 @@ class SwarmError(Exception):
     blames_peer: ClassVar[bool] = False
     """True: avoid the peer for a while."""
     said_by: str | None = None
-    """The server that reported this about its own request; None: this side found it. For a `PeerError` see there."""
+    """The server that answered a request with this error; None: this side found it. A `PeerError` has `accused_by`."""
 
 
 class ConfigurationError(SwarmError, ValueError):
@@ -82,7 +85,7 @@ class PeerError(SwarmError):
     code = "peer"
     retriable = True
     accused_by: str | None = None
-    """The peer that reported this about `peer_id`; None: this side saw it itself, or `peer_id` named nobody."""
+    """The peer that reported this about `peer_id`. None: this side saw it, or `peer_id` reported it itself."""
     through_relay: bool = False
     """True if the failed stream went through a relay: then the relay may be what failed."""
 

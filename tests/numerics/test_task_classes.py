@@ -251,8 +251,8 @@ def test_encoders_do_not_generate(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        ("llava", "sees|images"),
-        ("qwen2_vl", "sees|images"),
+        ("llava", "with vision|images"),
+        ("qwen2_vl", "with vision|images"),
         ("vit", "images"),
         ("clip", "images"),
         ("albert", "blocks"),

@@ -130,7 +130,7 @@ def test_what_is_read() -> None:
     [
         (["--offload", "1"], "0 .none., auto, or at least 2"),
         (["--offload", "-2"], "0 .none., auto, or at least 2"),
-        (["--offload", "auto"], "say with --num_blocks or --block_indices"),
+        (["--offload", "auto"], "--offload auto needs --num_blocks or --block_indices"),
         (["--offload", "5", "--num_blocks", "4"], "of 4 blocks, 5 can't be offloaded"),
         (["--offload", "5", "--block_indices", "2:5"], "of 3 blocks, 5 can't be offloaded"),
     ],

@@ -20,8 +20,8 @@ def _option(
 ) -> Any:
     """A field that is None unless it is given. `flag`: commands have a flag for it, not only a key of their file.
 
-    `native`: transformers has it. `draws`: it chooses among tokens that are drawn. `of`: the field without which it
-    has no meaning. `bounds`: ge, gt, le as in pydantic.
+    `native`: transformers has it. `draws`: it has an effect only if tokens are sampled. `of`: the option that must be
+    given with it. `bounds`: ge, gt, le as in pydantic.
     """
     return field(
         default=None,
@@ -96,17 +96,17 @@ class DecodingOptions:
         """From the attributes of another object, e.g. a GenerationConfig.
 
         Raises:
-            ConfigurationError: a value won't do.
+            ConfigurationError: a value has the wrong type or is out of bounds.
         """
         return cls(**{one.name: getattr(source, one.name, None) for one in fields(DecodingOptions)})
 
     def given(self) -> dict[str, Any]:
-        """All that are not None."""
+        """The options that are not None."""
         found = {one.name: getattr(self, one.name) for one in fields(DecodingOptions)}
         return {name: value for name, value in found.items() if value is not None}
 
     def resolved(self) -> dict[str, Any]:
-        """All of them, with their defaults."""
+        """All options, with defaults for those that are None."""
         return {**DEFAULTS, **self.given()}
 
     def is_on(self, name: str) -> bool:
@@ -115,11 +115,14 @@ class DecodingOptions:
         return value is not None and value != DEFAULTS[name] and not (name == "top_n_sigma" and value <= 0)
 
     def drawing(self) -> list[str]:
-        """All that are on and choose among tokens that are drawn."""
+        """The options that are on and have an effect only if tokens are sampled."""
         return [one.name for one in fields(DecodingOptions) if one.metadata["draws"] and self.is_on(one.name)]
 
     def require_fitting(self, *, do_sample: bool, num_beams: int, mend: str = "give do_sample=True") -> None:
-        """Raises ConfigurationError if what is on (and not transformers' own) has no meaning in this kind of search."""
+        """Raises ConfigurationError if an option that is on has no effect in this kind of search.
+
+        Options that transformers has too are not checked here.
+        """
         drawing = [name for name in self.drawing() if name in ADDED]
         if drawing and not do_sample:
             raise ConfigurationError(f"{drawing[0]} chooses among tokens that are drawn: {mend}")
@@ -155,6 +158,6 @@ def _checked_strings(name: str, value: Any) -> tuple[str, ...]:
 
 
 DEFAULTS: dict[str, Any] = {one.name: one.metadata["default"] for one in fields(DecodingOptions)}
-"""The value of each where it isn't given; switches are off."""
+"""The value of each option that isn't given. Switches are off."""
 ADDED = frozenset(one.name for one in fields(DecodingOptions) if not one.metadata["native"])
 """Options that transformers' `generate()` doesn't know."""

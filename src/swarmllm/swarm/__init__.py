@@ -3,7 +3,7 @@
 routing      choosing servers for a client's blocks
 route_costs  the cost of each hop
 round_trips  distances of servers, and which to measure next
-retry        when to try again, and which peers to avoid
+retry        when to try again; which peers to avoid, and for how long (bans)
 placement    which blocks a server should hold
 stacks       blocks in words
 claims       limits on servers' claims; digests of their weights

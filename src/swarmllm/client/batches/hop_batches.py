@@ -1,22 +1,22 @@
 """Requests of micro-batches to servers, and checks of their answers.
 
-Used by `batches/batch_runner` and, to compare servers, by `batches/spot_checks`; they decide what to do when a server
+Used by `batches/batch_runner` and, to compare servers, by `batches/spot_checks`. They decide what to do when a server
 fails. `BatchRequests` has the streams, one per server, and sends FORWARD and BACKWARD. `HopBatches` asks one server, in
 pieces that it accepts; the client carries the results to the next one.
 
 With `PushedBatches`, servers pass tensors on to each other, as they do with steps of sessions. Every server of a route
-gets its request at once. The first request brings the tensors. The others name the server before and the server behind,
-by a secret for each pair. So hidden states travel once between two servers, instead of twice by way of the client.
+gets its request at once. The first request brings the tensors. Requests name the previous and the next server, with a
+secret for each pair. So hidden states travel once between two servers, instead of twice by way of the client.
 Gradients do the same, from the last server to the first.
 
     a server                                     what the client does
     answers, and has passed the tensors on       waits for the next one
     answers, but can't reach the next one        relays from there on, and remembers the pair
-    fails, is lost, or doesn't answer in time    stops there, and tells the servers behind
-    falls silent before its turn                 the same: the server before would try for seconds to reach it
+    fails, is lost, or doesn't answer in time    stops there, and tells the later servers
+    falls silent before its turn                 the same: the previous server would try for seconds to reach it
 
-The caller then relays, from the last hidden states that it has. If wanted, answers also bring the tensors that were
-passed on.
+The caller then relays, from the last hidden states that it has. Answers also bring the tensors that were passed on,
+unless the request says `without_pushed`.
 """
 
 import asyncio
@@ -50,14 +50,14 @@ from swarmllm.network.wire.messages import BatchHeader, Predecessor, PushHeader,
 from swarmllm.network.wire.protocol import MessageType
 
 Gradients = dict[str, Tensor]
-"""Gradients of `hidden_states` and `BESIDE`, and as `adapter.INDEX` those of the adapter's tensors."""
+"""Gradients of `hidden_states` and `BESIDE`, and those of the adapter's tensors as `adapter.0`, `adapter.1`, …"""
 Kept = tuple[ServerInfo, int]
 """(a server that has kept a forward for its backward, the id of that request)."""
 
 
 @dataclass(frozen=True)
 class Neighbours:
-    """The fields of a request about the servers before and behind its own, if they pass tensors on."""
+    """The fields of a request about its previous server (`source`) and its next one (`target`), if they push."""
 
     source: Predecessor | None = None
     target: Target | None = None
@@ -204,7 +204,7 @@ class HopBatches:
         return (await self.forward(hop, replace(inputs, inner=None), keep=False))[0]
 
     async def forward(self, hop: RouteHop, inputs: BlockInputs, *, keep: bool) -> tuple[Tensor, Kept | None]:
-        """(outputs, the server that keeps the forward). It keeps none that was sent in pieces."""
+        """(outputs, the server that keeps the forward). No server keeps a forward that was sent in pieces."""
         outputs = []
         pieces = list(micro_batches(inputs, hop.server.max_batch_tokens, self._traits))
         keep = keep and len(pieces) == 1
@@ -321,7 +321,7 @@ def joined(grads: list[Gradients], traits: BlockTraits) -> Gradients:
 
 
 def added_up(of_rows: Gradients, grads: list[Gradients]) -> Gradients:
-    """The gradients of all rows, with the sums of the gradients of an adapter."""
+    """`of_rows`, and for each other name (an adapter's) the sum of its gradients in `grads`."""
     whole = dict(of_rows)
     for part in grads:
         for name in part.keys() - of_rows.keys():
@@ -335,7 +335,7 @@ MAX_CHAINS = 32
 """Most pushed micro-batches at a time; others are relayed. A server takes 64 requests of one stream, and pushed ones
 wait there from the beginning."""
 MAX_CHAIN_BYTES = 128 << 20
-"""Bytes of hidden states in all of them, at one server: a quarter of what it takes from one peer."""
+"""Most bytes of hidden states in all pushed micro-batches: a quarter of what a server takes from one peer."""
 UNLINKED_S = 600.0
 """Seconds until two servers are asked again, after one could not reach the other. Assumed: mostly because of a NAT."""
 WITHDRAWAL_TIMEOUT_S = 1.0
@@ -356,9 +356,9 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """The answers of the first servers, and the error behind them.
+    """The answers of the servers before the first failure, and the error of that failure.
 
-    Fewer answers than servers without an error: the last server that answered can't reach the next one.
+    Without an error, there may be fewer answers than servers: then the last one that answered can't reach the next.
     """
 
     answers: list[Result]
@@ -380,7 +380,7 @@ class PushedBatches:
     def chain_length(self, servers: Sequence[ServerInfo], inputs: BlockInputs) -> int:
         """The number of first servers that can pass such a micro-batch on to each other; at least 1.
 
-        With spot checks nothing is pushed: a server could pass on other tensors than it answers to this client.
+        With spot checks nothing is pushed: a server could send other tensors to the next one than to this client.
         """
         config = self._view.config
         num_bytes = self._num_bytes + inputs.hidden_states.nbytes
@@ -406,7 +406,7 @@ class PushedBatches:
         keep: bool = False,
         without_pushed: bool = False,
     ) -> Outcome:
-        """FORWARD or BACKWARD through all parts in order; `without_pushed`: pushed tensors aren't answered as well."""
+        """FORWARD or BACKWARD through all parts in order; `without_pushed`: answers leave pushed tensors out."""
         timeout_s = 2 * len(parts) * self._view.config.step_timeout_s  # the last server waits for all before it
 
         def request(part: Part, neighbours: Neighbours) -> Awaitable[Result]:
@@ -437,7 +437,7 @@ class PushedBatches:
             self._num_bytes -= num_bytes
 
     async def _follow(self, chain: Sequence["_Link"]) -> Outcome:
-        """Wait for one server after the other; at the end, tell the remaining ones not to wait."""
+        """Wait for one server after the other. At the end, tell the remaining servers not to wait for tensors."""
         answers: list[Result] = []
         try:
             for index, link in enumerate(chain):
@@ -445,7 +445,7 @@ class PushedBatches:
                 if isinstance(found, SwarmError):
                     source = link.neighbours.source
                     if source is not None and isinstance(found, PeerError) and found.is_hearsay:
-                        self._unlink(source.peer_id, link.part.peer_id)  # relaying shows which is right
+                        self._unlink(source.peer_id, link.part.peer_id)  # relaying will show which of them fails
                     return Outcome(answers, found)
                 answers.append(found)
                 if link.neighbours.target is not None:
@@ -460,7 +460,7 @@ class PushedBatches:
                 link.answer.cancel()
 
     async def _answer(self, link: "_Link", behind: Sequence["_Link"]) -> Result | SwarmError:
-        """The answer of a server that has got its tensors; if none comes, this server is to blame."""
+        """The answer of a server whose tensors were sent to it. If none comes, this server is to blame."""
         config, source = self._view.config, link.neighbours.source
         deadline = time.monotonic() + config.step_timeout_s
         under_way = {one.answer for one in (link, *behind)}
@@ -471,7 +471,7 @@ class PushedBatches:
                 if isinstance(error, PeerTimeoutError) and not error.is_hearsay and not link.answer.done():
                     return error
         if not link.answer.done() and source is not None:
-            await self._withdraw([link])  # has no effect if it has got its tensors
+            await self._withdraw([link])  # has no effect if the server has its tensors
             await asyncio.wait({link.answer}, timeout=config.connect_timeout_s)
             if link.answer.done() and isinstance(link.answer.result(), SessionLostError):
                 self._unlink(source.peer_id, link.part.peer_id)

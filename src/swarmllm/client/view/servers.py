@@ -1,7 +1,7 @@
-"""The servers of one checkpoint: their blocks, how far they are, and which of them a client may use.
+"""The servers of one checkpoint: their blocks, their round trips, and which of them a client may use.
 
 Used by `SwarmView`, `routes` and spot checks; runs in the client's event loop. `LookUps` is this client's node of the
-DHT. Anybody can invent announcements: `p2p/verified_peers` says which servers have been met. `Distances` pings servers
+DHT. Anybody can invent announcements: `p2p/verified_peers` says which servers were greeted. `Distances` pings servers
 as long as the client is in use, over streams that are open anyway and over new ones.
 
 `check_claims` compares each greeting with the traits that this client has found itself:
@@ -14,17 +14,17 @@ as long as the client is in use, over streams that are open anyway and over new 
     skips_padding, length_borders, own_length_beyond
                                the client's: servers have no say
     chunked_prefill, rollback  the client's; a server that claims less is used only if no other one serves its blocks,
-                               and then its claim counts from the beginning. On some accelerators other code runs,
-                               which may be able to do less than the client has found
+                               and then the client does without this ability at all servers. An accelerator may run
+                               other code, which can do less than the client has found
 
 If the model can't be tried here (`models/span/small_copy`), only servers in the user's `allowed_servers` are believed.
-So no server is sent anything that the model doesn't need. Add a new trait of `BlockTraits` to one of the tuples below,
-or write a function for it here.
+By these rules, no server gets inputs that the model doesn't need. Add a new trait of `BlockTraits` to one of the tuples
+below, or write a function for it here.
 
 If servers hold different weights for the same blocks, a client uses one version (`AgreedWeights`), because the caches
-of a session were computed with it. Servers that have been met vote, unless they are avoided. A server with a false
-digest can win the vote. It is then used until it fails or is caught, as if it had copied the others' digests; after
-that the servers vote again.
+of a session were computed with it. Verified servers vote, unless they are avoided. A server with a false digest can
+win the vote. It is then used until it fails or is caught; after that the servers vote again. This is no worse than a
+liar that copies the others' digests.
 
 Servers announce adapters as `name@digest`. A client uses one version of `ClientConfig.active_adapter` as long as it
 runs (`ActiveAdapter`), for the same reason.
@@ -68,9 +68,9 @@ logger = logging.getLogger(__name__)
 
 
 PINGS_PER_ROUND = 8
-"""Servers, at most."""
+"""Most servers to ping in one round."""
 NEIGHBOURS_MET = 8
-"""Servers that the client meets after each look, because it is connected to their DHT nodes anyway."""
+"""Most servers that the client greets after each look. It is connected to their DHT nodes anyway."""
 
 PING_SAMPLES = 3
 """Pings per measurement. The shortest counts: the others include delays."""
@@ -163,7 +163,7 @@ class LookUps:
                 usable = tuple(s for s in servers if s.end <= self.num_blocks and self._may_use(s))
                 self.snapshot = SwarmSnapshot(self.num_blocks, usable, self.encoder_blocks, taken_at=time.monotonic())
                 self.verified.forget_others(usable)
-                if len(online := self.snapshot.online()) > PINGS_PER_ROUND:  # otherwise pings meet all of them
+                if len(online := self.snapshot.online()) > PINGS_PER_ROUND:  # otherwise pings greet all of them
                     self.verified.verify_soon(self.verified.neighbours(online)[:NEIGHBOURS_MET])
                 self.news += 1
             return self.snapshot
@@ -196,10 +196,10 @@ class LookUps:
             logger.warning("could not look into the DHT: %s", error)
 
     async def check_fingerprint(self) -> None:
-        """Check whether the swarm serves another checkpoint of this name, while no server has this one.
+        """Check whether the swarm serves another checkpoint of this name. Call it if no server has this checkpoint.
 
         Raises:
-            WeightsMismatchError: it does.
+            WeightsMismatchError: the swarm serves another one.
         """
         for record in (await self._directory.models()).values():
             if record.name == self.name and record.fingerprint != self.fingerprint:
@@ -272,6 +272,7 @@ class Distances:
             await self.ping_some()
 
     async def ping_some(self) -> None:
+        """Ping servers with open streams, and then others; at most `PINGS_PER_ROUND` in all."""
         now = time.monotonic()
         in_use = {c.peer_id: c for c in self.connections if c.error is None}
         others = self.round_trips.to_measure(
@@ -313,22 +314,22 @@ class Distances:
 
 
 SAME = ("batch_axis", "block_output")
-"""Traits that are equal in all blocks of a stack."""
+"""Traits of a stack that a server must claim as this client has found them."""
 ABILITIES = ("chunked_prefill", "rollback")
-"""Traits that say what blocks can do."""
+"""Traits of a stack that say what its blocks can do. A server may claim less."""
 
 BY_DTYPE = {"float64": 1e-3, "float32": 1e-3, "float16": 0.05, "bfloat16": 0.1}
-"""Relative error of one position's hidden states. Assumed: ten times what other batch shapes and threads change."""
+"""Relative error of one position's hidden states. Assumed: ten times the error from other batch shapes and
+numbers of threads."""
 BY_QUANT_TYPE = {
     "none": 0.0, "int8": 0.15, "q8_0": 0.15, "q6_k": 0.25, "llm_int8": 0.3, "int6": 0.3, "q5_k": 0.35, "int5": 0.4,
     "q4_k": 0.45, "int4": 0.5, "nf4": 0.5, "q3.5": 0.7, "int3": 0.8, "int2": 2.0,
 }  # fmt: skip
-"""The difference between a server that quantizes and one that doesn't. Measured through all blocks of the embedded
-model, the largest error of each of 2400 positions in 20 texts: int8 0.029, llm_int8 0.081, int6 0.078, int5 0.17, int4
-0.27, nf4 0.41, q3.5 0.43, int3 0.46, int2 1.23; q8_0 0.013, q6_k 0.035, q5_k 0.081, q4_k 0.14; bfloat16, which comes
-on top, 0.092 alone. On single tokens an earlier
-measurement gave up to 0.05 for int8 and 0.29 for nf4. Deeper models add up more. No tolerance of a client lets int2
-in."""
+"""Relative error of one position between a server that quantizes and one that doesn't. Measured through all blocks of
+the embedded model, the largest error of 2400 positions in 20 texts: int8 0.029, llm_int8 0.081, int6 0.078, int5 0.17,
+int4 0.27, nf4 0.41, q3.5 0.43, int3 0.46, int2 1.23; q8_0 0.013, q6_k 0.035, q5_k 0.081, q4_k 0.14; bfloat16, which
+comes on top, 0.092 alone. On single tokens an earlier measurement gave up to 0.05 for int8 and 0.29 for nf4. Deeper
+models add up more. A client with spot checks never uses int2, because `verify_tolerance` is below 1."""
 BY_COMPRESSION = 0.05
 """Added for messages of 8 bits a value, which both sides of a comparison have rounded. Measured: 0.009 per boundary
 (docs/benchmarks.md)."""
@@ -370,7 +371,7 @@ def check_abilities(peer_id: str, served: ServedBlocks, agreed: BlockTraits, enc
 
 
 def with_abilities_of(own: BlockTraits, greetings: Iterable[ServedBlocks], encoder: Span | None) -> BlockTraits:
-    """The traits that the blocks of all these servers have."""
+    """The client's own traits, less the abilities that one of these servers lacks."""
     lacking = {trait for served in greetings for trait in lacking_abilities(served, own, encoder)}
     return own.model_copy(update=dict.fromkeys(lacking, False))
 
@@ -468,7 +469,7 @@ class AgreedWeights:
         return frozenset(peer_id for peer_id, digests in self._digests.items() if contradicts(digests, chosen))
 
     def keep(self, route: Iterable[RouteHop]) -> None:
-        """From now on, use only the weights of the servers of `route` that have been met."""
+        """From now on, use only the weights of the servers of `route` that have been verified."""
         for server in self._verified.confirmed(hop.server for hop in route):
             for block, digest in server.digests().items():
                 self._kept.setdefault(block, digest)

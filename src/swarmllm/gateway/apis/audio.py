@@ -1,7 +1,7 @@
 """`/v1/audio/transcriptions` and `/v1/audio/translations`: the text that is spoken in a file with sound.
 
-In this order: the request's fields beside the file (`audio_files` reads the form), the handlers, the formats of
-transcripts.
+This module holds, in this order: the fields of requests, the handlers, the formats of transcripts. `audio_files` reads
+the form and its file.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ def _as_list(value: Any) -> Any:
 
 
 def _or_none(value: Any) -> Any:
-    """Forms also send fields that were left empty."""
+    """Take an empty field as left out, because forms send those too."""
     return None if value == "" else value
 
 
@@ -178,7 +178,7 @@ class _Transcription:
         self.waiter = Waiter(responder.engine)
         self._loop = asyncio.get_running_loop()
         self._pieces: asyncio.Queue[str | None] = asyncio.Queue()
-        """Pieces of the text; None: the text begins, or has ended."""
+        """Pieces of the text. None: the file has been read, or the transcription has ended."""
         self.task = asyncio.create_task(self._transcribe_in_turn(), name="transcribe a file")
         self.task.add_done_callback(lambda _: self._pieces.put_nowait(None))
 
@@ -225,7 +225,7 @@ class _Transcription:
             memory.free()
 
     def _transcribe(self, memory: Taken) -> tuple[Transcript, float]:
-        """Run in a worker thread."""
+        """Transcribe the file. It runs in a worker thread."""
         self.waiter.go_on()
         samples = read_sound(self._form.file, self._model.rate, self._longest_s)
         self._loop.call_soon_threadsafe(memory.shrink, checked_bytes(samples, memory.amount))
@@ -282,7 +282,7 @@ async def _events(transcription: _Transcription) -> AsyncIterator[bytes]:
 
 
 def usage(seconds: float) -> dict[str, Any]:
-    """The length in seconds, rounded up."""
+    """The field `usage`: the length of the sound, rounded up."""
     return {"type": "duration", "seconds": math.ceil(seconds)}
 
 

@@ -51,7 +51,7 @@ class CalledFunction(Body):
 class EarlierCall(Body):
     """A call in an earlier answer."""
 
-    harmless: ClassVar[Harmless] = {"index": ANYTHING}  # of a stream's pieces, which some programs send back
+    harmless: ClassVar[Harmless] = {"index": ANYTHING}  # streams number calls; some programs send the number back
     id: Annotated[str, Field(max_length=128)]
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -245,7 +245,10 @@ class ChatRequest(Sampling):
         }
 
     def reader(self, model: LanguageModel, prompt_ids: list[int], options: GenerationOptions) -> Reader | None:
-        """A reader for one answer; None: all of it is text. A constraint holds from the first token on."""
+        """A reader for one answer; None: all of it is text.
+
+        A constraint holds from the first token on, so a constrained answer has no thoughts.
+        """
         most = 1 if self.parallel_tool_calls is False else None
         is_free = options.constraint is None
         if model.speaks_harmony:
@@ -279,7 +282,7 @@ class ChatRequest(Sampling):
         messages = [message.for_template() for message in self.messages]
         tools = [tool.for_template() for tool in self._usable_tools]
         if tools:
-            _ = model.call_form  # refuse it now, not when the answer is read
+            _ = model.call_form  # a model without tools is refused now, not when the answer is read
         options = (self.chat_template_kwargs or {}) | self._effort(model)
         urls = picture_urls(self.messages)
         found = model.encode_chat(messages, options, tools, pictures=urls, go_on=bool(self.continue_final_message))

@@ -1,4 +1,7 @@
-"""Ollama's API, `/api/…`: requests as chats and prompts, and answers and lists of models in Ollama's shapes."""
+"""Ollama's API, `/api/…`. Translates its requests into chats and completions, and writes answers in its shapes.
+
+`app` lists its handlers, and `embeddings` answers Ollama's embeddings.
+"""
 
 import json
 import secrets
@@ -25,7 +28,8 @@ from swarmllm.gateway.text import Event, TextPiece
 TAG = ":latest"
 """Added by Ollama's clients to a name without a tag."""
 MOST_FILLED = 8
-"""An answer without a limit gets this many times the usual tokens, since servers lease their caches for all of them."""
+"""A request for an answer without a limit gets this many times `default_max_tokens`. Servers lease KV cache for all
+these tokens, so a limit is needed."""
 
 
 class Options(Body):
@@ -80,7 +84,7 @@ class OllamaRequest(Body):
 
     @property
     def fills(self) -> bool:
-        """The answer has no limit but the model's context."""
+        """True if the client asks for an answer without a limit. The gateway limits it all the same (`MOST_FILLED`)."""
         return self.options is not None and (self.options.num_predict or 0) < 0
 
     def _shared(self, model: LanguageModel) -> dict[str, Any]:
@@ -139,7 +143,10 @@ class OllamaMessage(Body):
 
 
 def _content(text: str | None, pictures: list[str] | None) -> Any:
-    """The content for a chat: parts if there are pictures, else text. A picture's bytes tell its format."""
+    """The content for a chat: parts if there are pictures, else text.
+
+    The URLs name no picture format, because it is recognized from the bytes.
+    """
     if not pictures:
         return text
     urls = [f"data:image/any;base64,{one}" for one in pictures]
@@ -233,7 +240,7 @@ class OllamaAnswer(Answer):
     """Lines of JSON. `is_chat` decides in which field the text is."""
 
     media_type = "application/x-ndjson"
-    sign_of_life = b""  # clients would not ignore anything
+    sign_of_life = b""  # clients read every line as a piece of the answer
 
     def __init__(self, *given: Any, is_chat: bool) -> None:
         super().__init__(*given)

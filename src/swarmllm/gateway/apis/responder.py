@@ -1,4 +1,4 @@
-"""From a checked request to its answer over HTTP, whole or as a stream, in the shape of any API.
+"""Reads requests and answers them over HTTP, whole or as a stream, in the shape of each API.
 
 `Responder` reads a request, starts the engine, and sends the answer. Each API subclasses `Dialect` for its handlers,
 and `Answer` to write the events of a generation in its own shape.
@@ -201,7 +201,7 @@ class Responder:
         return found, unused_fields(found)
 
     def parse(self, kind: type[Kind], body: bytes | dict[str, Any]) -> Kind:
-        """Check a body that has been read already, or the fields of a form; else as `read`."""
+        """Check a body that has been read already, or the fields of a form. Raises as `read`."""
         return read_request(kind, body, lenient=self.config.lenient)
 
     async def prepare(
@@ -304,7 +304,8 @@ class Dialect(Routes):
     """One API that people's programs know. `app` lists all of them.
 
     A dialect has a `Body` for each request, which it translates to a chat or a completion. It has an `Answer`, which
-    writes our events in its own shape. It may have its own shape of errors. A new dialect is a new file like these.
+    writes our events in its own shape. It may have its own shape of errors. A new dialect is a new file in this
+    package, and a name in `DIALECTS` of `gateway/app`.
     """
 
     def __init__(self, responder: Responder) -> None:

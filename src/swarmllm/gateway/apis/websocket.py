@@ -1,4 +1,6 @@
-"""`WS /ws/generate`: OpenAI's chats and completions as messages of a WebSocket, answered with the same chunks.
+"""`WS /ws/generate`: OpenAI's chats and completions as messages of a WebSocket.
+
+Answers are the chunks of OpenAI's streams.
 
 A message is the JSON of a chat request (with `messages`) or a completion (with `prompt`). It may have an `id`, a number
 or a short string, which all its answers repeat as `request`. Several requests may be under way. `{"cancel": id}` ends
@@ -59,7 +61,7 @@ class OverWebSocket(Dialect):
                             await socket.close(TOO_BIG, f"a message is larger than {self._max_bytes} bytes")
                             break
                         await conversation.take(text, tasks, socket.scope[CALLER])
-                except (WebSocketDisconnect, KeyError):  # KeyError: a message of bytes, which this API has not
+                except (WebSocketDisconnect, KeyError):  # KeyError: a message of bytes, not of text
                     pass
                 finally:
                     self._open.pop(conversation, None)
@@ -80,7 +82,7 @@ class OverWebSocket(Dialect):
 
 
 async def _dismiss(socket: WebSocket) -> None:
-    """Close a socket. Run it as a task: its client may take a minute to agree."""
+    """Close a socket. Run it as a task: its client may take a minute to confirm."""
     with suppress(WebSocketDisconnect, RuntimeError):
         await socket.close(TRY_AGAIN_LATER, "other clients need a socket")
 
@@ -97,7 +99,7 @@ class _Conversation:
         return not self._under_way
 
     async def take(self, text: str, tasks: asyncio.TaskGroup, caller: str) -> None:
-        """Take one message. Each one counts for the caller's rate, unless it cancels a request."""
+        """Take one message. It counts for the caller's rate limit, unless it cancels a request."""
         label: Any = None
         try:
             data = text.encode()
@@ -162,7 +164,7 @@ class _Conversation:
 
 
 def _read(data: bytes) -> dict[str, Any]:
-    """Raises: ApiError: the message is no JSON object."""
+    """Read a message. Raises: ApiError: it is no JSON object."""
     message = read_json(data)
     if not isinstance(message, dict):
         raise ApiError(400, "a message is a JSON object", code="invalid_value")
@@ -170,7 +172,7 @@ def _read(data: bytes) -> dict[str, Any]:
 
 
 def _label(given: Any) -> str | int | None:
-    """Raises: ApiError: the id can't be repeated in every chunk."""
+    """Check the id of a request, if it has one. Raises: ApiError: it is no number or string, or too long."""
     if given is None or (isinstance(given, str | int) and len(str(given)) <= MAX_ID_CHARS):
         return given
     raise ApiError(

@@ -13,7 +13,7 @@ packing           calls of several sessions, run together if they fit
 packing_probe     ways of packing that give the right results
 packed_caches     several sessions in one row, or as a padded batch
 attention         switching a model to another attention function; attention of few positions to many keys
-page_pool         keys and values of all sessions in pages of one pool: writing to them, attention to them
+page_pool         keys and values of all sessions in pages of one pool: taken, freed, written to, attended to
 paged_attention   several sessions in one row, on pages
 paged_kernels     the same by Triton, on CUDA
 decode_graphs     decode steps that are recorded once as CUDA graphs

@@ -1,10 +1,12 @@
-"""Triton kernels of `fused_step`: everything between the products of a block of Llama's kind, and products of one
-input.
+"""Triton kernels for `fused_step`: the operations of a Llama-like block.
+
+For several positions, torch computes the matrix products, and these kernels all other operations except attention. For
+one position, they compute matrix products as well.
 
     _normalize   RMS norm
     _rotate      rotation of queries and keys, after their own norm if they have one; writes keys and values to pages
     _gate        silu(gate) * up
-    _multiply    a product of one position, with the norm before it, and the gate or the residual after it
+    _multiply    a weight times one position; optionally the norm before it, and the gate or the residual after it
 
 They round where transformers' own code rounds, so results differ only by the order of sums. Imported only where there
 is CUDA.
@@ -33,7 +35,7 @@ def _normalize(X, G, Y, eps, K: tl.constexpr, KP: tl.constexpr):
 
 @triton.jit
 def _rotated(X, G, COS, SIN, eps, d, other, real, turned, sign, D: tl.constexpr, NORM: tl.constexpr):
-    """One head, after its own norm if NORM."""
+    """Rotate one head. If NORM, normalize it first."""
     x = tl.load(X + d, mask=real, other=0.0)
     y = tl.load(X + other, mask=real, other=0.0)
     if NORM:
@@ -53,7 +55,7 @@ def _rotate(
     HQ: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr,
     NORM: tl.constexpr,
 ):  # fmt: skip
-    """HQ heads of queries, H of keys; the first R of D numbers are rotated."""
+    """HQ heads of queries, H of keys; the first R of the D numbers of each head are rotated."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, DP)
     real, turned = d < D, d < R
@@ -145,10 +147,11 @@ def rotate(
     pages: tuple[Tensor, Tensor, Tensor],
     places: tuple[Tensor, Tensor],
 ) -> Tensor:
-    """Rotated queries `[total, heads, head]`; keys and values are in the pages afterwards.
+    """Rotate queries and keys, and write keys and values to the pages. Returns the queries `[total, heads, head]`.
 
-    `states` `[total, heads * head]` are queries, keys and values; `cos_sin` `[total, rotated]`; `norms` the weights of
-    norms of heads; `pages` keys, values and table; `places` each one's row of the table and its position there.
+    `states`: queries, keys and values, each `[total, heads * head]`. `cos_sin`: each `[total, rotated]`. `norms`: the
+    weights of the norms of queries' and keys' heads, and epsilon. `pages`: keys, values and the table of pages.
+    `places`: the table's row for each token, and the token's position in that row.
     """
     query, key, value = states
     keys, values, tables = pages
@@ -184,7 +187,10 @@ def multiply(
     residual: Tensor | None = None,
     gated: bool = False,
 ) -> Tensor:
-    """`[1, out]`: the product of one position with `weight` `[out, in]`, or of twice as many rows if `gated`."""
+    """`[1, out]`: the product of one position with `weight` `[out, in]`.
+
+    `gated`: `weight` `[2 * out, in]` holds the rows of gate, then those of up. The result is silu(gate) * up.
+    """
     num_rows, size = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     output = torch.empty(1, num_rows, dtype=inputs.dtype, device=inputs.device)
     of_norm, eps = norm or (inputs, 0.0)
