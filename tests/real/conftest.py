@@ -1,4 +1,4 @@
-"""For each of the two models: its file, the local model that is read from it, two uneven servers, and a client."""
+"""For each of the two models: its file, the local model, servers of unlike spans, and a client."""
 
 import re
 from collections.abc import Iterator

@@ -120,7 +120,7 @@ SMOLLM2 = RealModel(
     config=_llama,
     norms={"ffn_norm": "post_attention_layernorm"},
     is_gemma=False,
-    spans=((0, 11), (11, 30)),
+    spans=((0, 11), (11, 30), (11, 30)),
 )
 GEMMA = RealModel(
     name="gemma",
