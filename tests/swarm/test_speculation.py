@@ -56,13 +56,13 @@ def test_on_a_local_network_transformers_own_loop_writes_all_texts_but_those_tha
     llama: Path, local: PreTrainedModel, swarm: LocalSwarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours: list[int] = []
-    run = Speculation.run
+    run = Speculation.write_text
 
     def noted(speculation: Speculation, *args: Any) -> Any:
         ours.append(number)
         return run(speculation, *args)
 
-    monkeypatch.setattr(Speculation, "run", noted)
+    monkeypatch.setattr(Speculation, "write_text", noted)
     monkeypatch.setattr(speculative_generation, "LOOK_TEXTS", 4)
     monkeypatch.setattr(speculative_generation, "AUTO_LATENCY_S", 60.0)  # what is near, however busy this machine is
     ids = prompt()

@@ -106,6 +106,7 @@ class ChatTemplates:
                 [sys.executable, "-P", "-m", __name__, str(self._limit_s)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
+                process_group=0,  # Ctrl-C is for the gateway, which then closes the pipe
             )
             self.processes.add(process)
             return process
@@ -147,7 +148,6 @@ def main(limit_s: float) -> None:
     os.dup2(2, 1)
     from transformers.utils import chat_template_utils  # noqa: F401  half a second, before the clock runs
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the gateway, which then closes the pipe
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     limit = pages * resource.getpagesize() + LIMIT_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
