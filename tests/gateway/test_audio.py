@@ -313,7 +313,8 @@ def test_files_and_forms_that_are_refused(whisper: RunningGateway) -> None:
     nameless = b'--b\r\nContent-Disposition: form-data; name=""\r\n\r\nx\r\n--b--\r\n'
     assert "with a name" in error(400, content=nameless, headers=form)["message"]
     assert "the file is empty" in error(400, files={"file": ("a.wav", b"")})["message"]
-    assert "WAV" in error(400, files={"file": ("a.txt", b"Once upon a time", "text/plain")})["message"]
+    no_sound = error(400, files={"file": ("a.txt", b"Once upon a time", "text/plain")})["message"]
+    assert "wav" in no_sound.lower(), "with ffmpeg or without"
     assert "damaged" in error(400, files={"file": ("a.wav", wav(SHORT)[:40])})["message"]
     assert "two fields file" in error(400, files=[("file", b"1"), ("file", b"2")])["message"]
     assert "at most 64 fields" in error(400, files={"file": b"x"}, data={f"f{i}": "" for i in range(80)})["message"]
