@@ -28,7 +28,6 @@ import msgpack
 import torch
 from fuzzed_messages import Conversation, wire
 from hostile import stop_reading, write_bytes
-from raw_peer import dht_node
 
 from swarmllm.data_structures import ModelRecord, ServerInfo
 from swarmllm.errors import SwarmError
@@ -53,6 +52,11 @@ DEEP: Any = {"id": 1, "x": {}}
 for _ in range(400):
     DEEP = {"id": 1, "x": DEEP}
 WIDE = {"id": 1, "x": [{}] * 30_000}
+
+
+def _dht_node(peer: Any) -> Any:
+    """hivemind's node. `raw_peer` has the same, but isn't importable in a program of its own."""
+    return peer._dht._node
 
 
 @dataclass(frozen=True)
@@ -238,7 +242,7 @@ async def floods_a_key(mallory: Mallory) -> None:
     small = [record(key, Identity.generate(), 500) for _ in range(256)]
     one = Identity.generate()
     large = [record(servers_key(f"{number:08}"), one, 8000) for number in range(128)]
-    node = dht_node(mallory.peer)
+    node = _dht_node(mallory.peer)
     while True:
         await asyncio.sleep(0.1)  # there may be nobody in the table, if all were too busy to answer
         for target in list(node.protocol.routing_table.peer_id_to_uid):
