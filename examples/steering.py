@@ -61,7 +61,7 @@ def written(model: Any, tokenizer: Any, prompt: str, block_idx: int, direction: 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Steers a model of a swarm by a hook on one of its blocks.")
     parser.add_argument("--block", type=int, default=5, help="the block that is read and steered")
-    parser.add_argument("--strength", type=float, default=1.5)
+    parser.add_argument("--strength", type=float, default=2.0)
     parser.add_argument("--model", default=default_model(), help="default: the model that comes with swarmllm")
     parser.add_argument("--initial_peers", nargs="+", help="an existing swarm; default: one on this machine")
     args = parser.parse_args()

@@ -20,14 +20,15 @@ from chaos_server import program, write_failures
 from swarmllm import AutoDistributedModel, ClientConfig, LocalSwarm, SwarmError, embedded_model_path
 from swarmllm.data_structures import ServerState
 from swarmllm.demo.local_swarm import LocalServer
+from swarmllm.swarm.retry import MOST_REFUSALS
 
 OPTIONS = {"quant_type": "none", "dtype": "float32", "num_threads": 1}
 ROUTE_TIMEOUT_S = 10.0
 """For texts whose blocks nobody serves any more. While a p2pd is frozen, others take 5 s to say that a dead server
 can't be reached (they ask it where that is), and two such may come before the one that lives."""
 SEEN_S = 30.0
-FAILURES = 3
-"""Computations for which memory runs out, at most."""
+FAILURES = MOST_REFUSALS - 1
+"""Computations for which memory runs out, at most. A client believes an only server after one more."""
 GUEST_TOKENS = (4, 400)
 """Rows and columns of a step that takes a second or so."""
 

@@ -49,7 +49,7 @@ from swarmllm.models.adapters.block_adapter import BlockAdapter
 from swarmllm.network.wire.messages import MAX_PATCHES, AdapterHeader
 from swarmllm.network.wire.protocol import FrameStream, MessageType
 from swarmllm.swarm.block_map import Route, explain_route
-from swarmllm.swarm.retry import MOST_REFUSALS, DialTimes, PeerHealth, Retries
+from swarmllm.swarm.retry import FULL_SERVER_PAUSE_S, MOST_REFUSALS, DialTimes, PeerHealth, Retries
 from swarmllm.swarm.round_trips import DIAL_ROUND_TRIPS
 from swarmllm.swarm.routing import route_cost_ms
 
@@ -335,12 +335,15 @@ class SwarmView:
         """
         if error.said_by is not None and self._asks_others(error, error.said_by, retries, span):
             return
+        least_s = 0.0
         if isinstance(error, SessionTooLargeError | ServerOutOfMemoryError) and error.peer_id is not None:
             retries.refused_by.append(error.peer_id)
-            # A cache's size doesn't change. Memory may be free again in a moment, or not before the client gives up.
-            lasts = isinstance(error, SessionTooLargeError) or retries.refused_by.count(error.peer_id) >= MOST_REFUSALS
-            if lasts and self.routes.alternative(span, retries.refused_by, even_avoided=True) is None:
-                raise error
+            if self.routes.alternative(span, retries.refused_by, even_avoided=True) is None:
+                # A cache's size doesn't change. Memory may be free again in a moment, or never.
+                least_s = FULL_SERVER_PAUSE_S
+                is_lack = isinstance(error, ServerOutOfMemoryError)
+                if not is_lack or retries.refused_by.count(error.peer_id) >= MOST_REFUSALS:
+                    raise error
         reason = self.routes.what_is_wrong(error, span)
         is_missing = isinstance(error, MissingBlocksError)  # the search for a route has waited for them
         delay_s = None if is_missing else retries.next_delay_s(reason, time.monotonic())
@@ -348,7 +351,7 @@ class SwarmView:
             if isinstance(reason, MissingBlocksError):
                 self.routes.give_up()
             raise reason from error
-        await asyncio.sleep(delay_s)
+        await asyncio.sleep(max(delay_s, least_s))
 
     def _asks_others(self, error: SwarmError, said_by: str, retries: Retries, span: Span) -> bool:
         """True if other servers should be asked as well, after one has said that a request is impossible.
