@@ -107,7 +107,7 @@ class Hop:
         return not self.lost and self.connection.error is None
 
     async def link(self, successor: "Hop | None", chain_version: int) -> int:
-        """Have outputs sent to `successor`, or (None) to this client; returns up to which position it has sent some.
+        """Have outputs sent to `successor`, or to this client if it is None. Return the end of the outputs sent so far.
 
         Raises:
             SwarmError: it can't reach the successor (the error's peer is the successor then), or doesn't answer.

@@ -103,7 +103,7 @@ class OpenRoute(Sequence[Hop]):
         return any(other is not hop and other.peer_id == peer_id for other in self._hops[max(0, index - 1) : index + 2])
 
     def judged(self, accuser: Hop, error: SwarmError) -> SwarmError:
-        """The error as it counts: a complaint about a neighbour, which is looked into, or the fault of `accuser`."""
+        """Return the error to act on: a complaint about a neighbour, to be checked, or a fault of `accuser` itself."""
         index = self._hops.index(accuser)
         before = self._hops[index - 1] if index else None
         after = self._hops[index + 1] if index + 1 < len(self._hops) else None
@@ -157,7 +157,7 @@ class OpenRoute(Sequence[Hop]):
     # ------------------------------------------------------------------ opening
 
     async def complete(self, settings: SessionSettings, chain_version: int, costs: RouteCosts) -> None:
-        """Leave unusable servers; for each gap find a new route, and open sessions on its servers.
+        """Leave unusable servers. For each gap, find a new route and open sessions on its servers.
 
         Raises:
             SwarmError: a server could not be opened; the others are kept.

@@ -47,8 +47,8 @@ BESIDE = ("inputs_embeds", "encoder_hidden_states", "per_layer_inputs", "deepsta
 
 
 def queued_copy(tensor: Tensor) -> Tensor:
-    """A copy in host memory, which is there when its device has done all that it was asked for until now."""
-    pin = tensor.device.type == "cuda"  # or the copy would be one after the other with its own waiting
+    """Begin a copy to host memory. It is complete when the device has finished the work that is queued now."""
+    pin = tensor.device.type == "cuda"  # without pinned memory, each copy would wait for the device
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
     return copy.copy_(tensor, non_blocking=pin)
 
@@ -65,7 +65,7 @@ def in_host_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
 class BlockInputs:
     """The inputs of one call; tensors that the caller didn't give are None.
 
-    Nobody changes one that exists. It isn't frozen, because that would cost every hop of every token 10 µs.
+    Never change one in place. The class isn't frozen, because that would cost 10 µs at every hop of every token.
     """
 
     hidden_states: Tensor
@@ -198,9 +198,9 @@ class BlockInputs:
         return detached.with_tensors({name: tensor.clone() for name, tensor in detached.tensors().items()})
 
     def on_host(self) -> Self:
-        """The same call with all tensors in host memory, outside of autograd's graph, as servers are sent it.
+        """The same call with all tensors in host memory, outside of autograd's graph, ready to be sent.
 
-        One wait for all that are on a device, and none for them later, in the event loop that sends them.
+        It waits for the device here, once, so that the event loop needn't wait later.
         """
         tensors = self.tensors()
         if all(tensor.device.type == "cpu" for tensor in tensors.values()):
@@ -263,9 +263,9 @@ class BlockInputs:
         )
 
     def cut_to(self, start: int, end: int, traits: BlockTraits) -> Self:
-        """Positions `[start, end)` of a batch as a batch of their own, which knows of nothing before them.
+        """Positions `[start, end)` of a batch as a batch of their own, without the positions before them.
 
-        They keep their places: blocks that are told none count from 0.
+        They keep their `position_ids`: without these, blocks would count from 0.
         """
         cut = self.columns(start, end, 0, traits)
         mask, positions = cut.attention_mask, cut.position_ids
@@ -339,7 +339,7 @@ def pieces(inputs: BlockInputs, past: int, traits: BlockTraits, max_tokens: int)
 
 
 def decisive_rows(inputs: BlockInputs, traits: BlockTraits) -> list[int] | None:
-    """The rows of a batch by which all others are computed; None: each comes out by itself as in the batch."""
+    """The rows that decide how all rows of the batch are computed. None: each row alone gives the same results."""
     if traits.even_length == inf or inputs.position_ids is None or inputs.position_ids.shape[-2] == 1:
         return None
     lengths = _lengths(inputs, 0).amax(dim=(0, 2))

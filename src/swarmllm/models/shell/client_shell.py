@@ -245,8 +245,8 @@ def cache_of_call(
     is_replaced = session is not None and session.is_generating and session.position < given.shape[1]
     if session is not None and (prefix is not None or not (is_replaced and kwargs.get("use_cache"))):
         raise ConfigurationError(
-            "inside an inference_session(), go on with generate() or session.step(); for a forward beside the session "
-            "pass use_cache=False"
+            "inside an inference_session(), continue with generate() or session.step(); for a forward outside the "
+            "session pass use_cache=False"
             if prefix is None
             else "with peft's prefix tuning, call the model outside of inference sessions"
         )

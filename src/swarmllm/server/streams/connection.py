@@ -1,7 +1,7 @@
-"""A stream that a client or a previous server opens to this server: greeted, counted, and served until it ends.
+"""Serve the streams that clients and previous servers open: greet, count them, and answer their messages.
 
-Every message on it is taken in the order of arrival, and answered or refused. A bad request is answered with one
-sentence and hurts no other; a stream that breaks takes its own sessions with it, and nothing more.
+Messages are taken in the order of arrival, and answered or refused. A bad request gets one sentence as its answer, and
+disturbs no other request. If a stream breaks, its own sessions end, and no others.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
-"""The blocks that a server serves now, with everything that clients have on them, and which clients may use them.
+"""The blocks that a server serves now, the sessions and adapters of clients on them, and the clients that may use them.
 
-`Serving` is made when blocks are loaded, and gone when they go. `Access` outlives it: all streams of a server share it,
-and only it keeps the `Serving`. Both know no messages.
+A `Serving` is made when blocks are loaded, and ends when they are unloaded. One `Access` lives as long as the server:
+all streams share it, and only it has a reference to the `Serving`. Neither knows messages.
 """
 
 import asyncio
@@ -260,7 +260,7 @@ class Access:
             self.serving = None
 
     def greeting(self) -> dict[str, object]:
-        """Describe the blocks to a peer that greets this server: `ServedBlocks`, or nothing if there are none."""
+        """Describe the blocks to a peer that greets this server: fields of `ServedBlocks`; empty if none is served."""
         if self.sleep is not None:
             return self.sleep.greeting
         if self.serving is not None:
