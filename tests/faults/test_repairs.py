@@ -21,8 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from swarmllm import LocalSwarm
-from swarmllm.client.session.hop import Hop
-from swarmllm.client.session.open_route import OpenRoute
+from swarmllm.client.session.open_route import Hop, OpenRoute
 from swarmllm.client.view import routes
 from swarmllm.data_structures import RouteHop, ServerInfo, ServerState, Span
 from swarmllm.errors import MissingBlocksError, PeerTimeoutError, PeerUnreachableError

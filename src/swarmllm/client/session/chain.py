@@ -38,9 +38,8 @@ import torch
 from torch import Tensor
 
 from swarmllm.client.batches.spot_checks import SpotChecks
-from swarmllm.client.session.hop import Hop, SessionSettings
 from swarmllm.client.session.in_flight import InFlight, PendingStep, plausible_outputs
-from swarmllm.client.session.open_route import OpenRoute
+from swarmllm.client.session.open_route import Hop, OpenRoute, SessionSettings
 from swarmllm.client.session.session_text import SessionText
 from swarmllm.client.view.connection import tokens_at_once
 from swarmllm.client.view.swarm_view import SwarmView

@@ -14,8 +14,7 @@ from functools import partial
 
 from torch import Tensor
 
-from swarmllm.client.session.hop import ChainState, Hop
-from swarmllm.client.session.open_route import OpenRoute
+from swarmllm.client.session.open_route import ChainState, Hop, OpenRoute
 from swarmllm.client.session.session_text import SessionText
 from swarmllm.client.view.connection import Connection, Result, attended, new_request_id, take_inner
 from swarmllm.client.view.swarm_view import SwarmView
