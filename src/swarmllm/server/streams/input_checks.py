@@ -2,7 +2,7 @@
 
 Blocks broadcast shapes that fit by chance, so a few bytes too many could make them allocate gigabytes. A mask of
 another width than the text's can't be cut, so all of a prompt would run at once. An index outside its table ends a
-GPU's whole context. Called by `connection` and `sessionless_requests` before anything is queued.
+GPU's whole context. Called by `connection` before anything is queued.
 """
 
 import asyncio

@@ -26,7 +26,7 @@ from swarmllm.server.peers.peer_limits import PeerLimits
 from swarmllm.server.peers.pushes import Pushes
 from swarmllm.server.sessions.kv_cache import CacheBudget
 from swarmllm.server.sessions.prefix_cache import PrefixCache
-from swarmllm.server.sessions.session_table import SessionTable
+from swarmllm.server.sessions.session import SessionTable
 from swarmllm.server.settings import ServerLimits
 from swarmllm.server.streams.input_checks import InputChecks
 
