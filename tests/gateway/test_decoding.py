@@ -9,9 +9,8 @@ from web_gateway import RunningGateway
 
 from swarmllm.client.distributed_model import DistributedModelForCausalLM
 from swarmllm.client.text_generation import TextConfig
-from swarmllm.decoding.methods import Dry
+from swarmllm.decoding.methods import Dry, tokens_with
 from swarmllm.decoding.options import DEFAULTS, DecodingOptions
-from swarmllm.decoding.processors import tokens_with
 from swarmllm.gateway.apis.chat_request import ChatRequest
 from swarmllm.gateway.apis.request_bodies import CompletionRequest
 from swarmllm.gateway.sampling import Sampler, SamplingOptions

@@ -9,8 +9,8 @@
 
 Models with vision or audio compute embeddings with modules of their own in the client. Their text model's forward gets
 more than embeddings if positions of a picture attend to each other, or if outputs of the vision tower are added between
-blocks (`boundary/pictures`). `pack_vision_inputs` checks these arguments and makes them ready to travel. A mask is not
-sent if servers make the same one.
+blocks (`boundary/block_inputs`). `pack_vision_inputs` checks these arguments and makes them ready to travel. A mask is
+not sent if servers make the same one.
 
 The model's forward (`adopt_head`) finds out whether the head or the loss reads outputs of padding, which otherwise
 aren't computed. Mostly it doesn't. But a loss counts labels of padding unless they are -100, a head for classes may
@@ -40,9 +40,8 @@ from swarmllm.models.adapters.block_adapter import BlockAdapter
 from swarmllm.models.adapters.dropout import draw_seeds
 from swarmllm.models.architecture import cache_argument, decoder_stack, is_encoder
 from swarmllm.models.block_slots import ForwardStopped
-from swarmllm.models.boundary.block_inputs import SOURCE, BlockInputs, check_mask
+from swarmllm.models.boundary.block_inputs import SOURCE, BlockInputs, DeepstackArguments, check_mask, pack_masks
 from swarmllm.models.boundary.inner_states import InnerStates
-from swarmllm.models.boundary.pictures import DeepstackArguments, pack_masks
 from swarmllm.models.shell.blocks_proxy import Call, calling, current_call
 from swarmllm.models.shell.client_shell import ShellStack, cache_of_call, note_spent
 from swarmllm.models.shell.playback import wanted_inner
