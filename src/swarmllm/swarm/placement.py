@@ -1,7 +1,7 @@
 """The blocks that a server should hold, when it joins and while it serves (Petals paper, section 3.2).
 
-Used by the server and by the simulator. Pure: it only looks at a snapshot. The caller puts its own current record into
-the snapshot, because the DHT may still hold an older one.
+Used by the server, and by `benchmarks/swarm_simulator.py`. Pure: it only looks at a snapshot. The caller puts its own
+current record into the snapshot, because the DHT may still hold an older one.
 
 How an ONLINE server moves, and its record meanwhile:
 
