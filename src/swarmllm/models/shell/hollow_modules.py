@@ -21,10 +21,8 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_map
 
+from swarmllm.data_structures import MAX_WHOLE
 from swarmllm.errors import ConfigurationError
-
-MAX_WHOLE = 16 << 20
-"""Numbers of a module that is trained as a whole, at most; they travel after each step. Assumed."""
 
 
 class ModulePlace(NamedTuple):
