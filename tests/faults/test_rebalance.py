@@ -2,22 +2,17 @@
 
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 import pytest
 from fault_tools import at_token
 from swarm_models import OPTIONS, connected, load_local, prompt, save_llama, wait_until
-from tests import forked
 from transformers import PreTrainedModel
 
 from swarmllm import LocalSwarm
 from swarmllm.data_structures import ServerState
 from swarmllm.demo.local_swarm import LocalServer
-from swarmllm.errors import CacheFullError, SwarmError
 
 pytestmark = pytest.mark.rotates(3)
 
@@ -125,43 +120,3 @@ def test_a_server_comes_back_under_its_old_name(checkpoint: Path, local: PreTrai
             assert revived[0].peer_id == first.peer_id
             assert online(model)[first.peer_id] == HALVES[1]
             assert tokens(model) == tokens(local)
-
-
-CLIENT = """
-import sys
-from swarmllm import AutoDistributedModel
-model = AutoDistributedModel.from_pretrained(sys.argv[1], initial_peers=sys.argv[2:])
-with model.inference_session(max_length=200):
-    import torch
-    model.generate(torch.ones(1, 5, dtype=torch.int64), max_new_tokens=2)
-    print("holding", flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_a_full_cache_is_free_again_when_its_client_vanishes(
-    checkpoint: Path, local: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A client holds most KV cache and gets SIGKILL when another one is refused, whose next try then succeeds."""
-    with LocalSwarm(checkpoint, spans=[(0, 8)], attn_cache_tokens=256, **OPTIONS) as swarm, TemporaryFile() as log:
-        client = [sys.executable, "-c", CLIENT, str(checkpoint), *swarm.initial_peers]
-        holder = forked.popen(client, stderr=log, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        try:
-            assert holder.stdout.readline() == "holding\n"
-            with connected(checkpoint, swarm.initial_peers) as model:
-                report = model.swarm.report
-
-                def report_and_kill(error: SwarmError) -> None:
-                    report(error)
-                    if isinstance(error, CacheFullError):
-                        holder.kill()
-
-                monkeypatch.setattr(model.swarm, "report", report_and_kill)
-                assert tokens(model) == tokens(local)
-                assert set(model.swarm.counts) <= {"cache_full", "repairs"}
-                assert model.swarm.counts["cache_full"]
-        finally:
-            holder.kill()
-            holder.wait()
-            holder.stdout.close()
-            holder.stdin.close()
