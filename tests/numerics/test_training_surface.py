@@ -289,6 +289,37 @@ def test_configs_that_are_the_local_ones(name: str, llama: Path) -> None:
     assert_same(results(remote.train()), wanted)
 
 
+LINEAR = {
+    "gpt2": ["c_attn", "c_fc"],
+    "bloom": ["query_key_value", "dense_4h_to_h"],
+    "falcon": ["query_key_value", "dense_4h_to_h"],
+    "opt": ["q_proj", "v_proj", "fc2"],
+    "qwen3": ["q_proj", "v_proj", "down_proj"],
+    "gemma2": ["q_proj", "v_proj", "down_proj"],
+    "phi": ["q_proj", "v_proj", "fc2"],
+    "olmo2": ["q_proj", "v_proj", "down_proj"],
+}
+
+
+@pytest.mark.parametrize("model_type", sampled(list(LINEAR), 4))
+def test_methods_on_other_architectures(model_type: str, tmp_path: Path) -> None:
+    save_tiny(model_type, tmp_path)
+    names = LINEAR[model_type]
+    configs = [
+        lora(target_modules="all-linear"),
+        lora(target_modules=names, use_dora=True),
+        lora(target_modules=names, modules_to_save=["lm_head"]),
+        peft.IA3Config(task_type="CAUSAL_LM", target_modules=names, feedforward_modules=names[-1:]),
+        peft.TrainableTokensConfig(task_type="CAUSAL_LM", token_indices=[3, 7, 9]),
+    ]
+    if model_type != "gpt2":  # peft has none for Conv1D
+        configs += [peft.LoHaConfig(r=4, target_modules=names), peft.LoKrConfig(r=2, target_modules=names)]
+        configs.append(peft.OFTConfig(oft_block_size=8, target_modules=names))
+    for config in configs:
+        remote, local = (tuned(model, config) for model in (InProcessSwarm(tmp_path).client, load_local(tmp_path)))
+        assert_same(results(remote.train()), results(local.train()))
+
+
 @pytest.mark.parametrize("bias", ["all", "lora_only"])
 @pytest.mark.parametrize("model_type", ["qwen2", "opt"])
 def test_biases_of_blocks(model_type: str, bias: Any, tmp_path: Path) -> None:
