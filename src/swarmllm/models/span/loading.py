@@ -18,9 +18,9 @@ from swarmllm.errors import ConfigurationError, UnsupportedModelError
 from swarmllm.machine_memory import return_free_memory, separate_weights
 from swarmllm.models.architecture import blocks_class, find_blocks, stack_of
 from swarmllm.models.block_slots import BlockSlots
-from swarmllm.models.checkpoint.block_digests import BlockDigests
 from swarmllm.models.checkpoint.checkpoint import Checkpoint
 from swarmllm.models.checkpoint.skeleton import (
+    BlockDigests,
     load_pruned,
     needed_tensors,
     on_meta,
