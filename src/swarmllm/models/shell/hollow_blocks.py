@@ -15,6 +15,7 @@ them (a bias, a norm that is trained whole, the magnitudes of DoRA), or because 
 import math
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial, reduce
 from itertools import count
@@ -43,7 +44,7 @@ from swarmllm.models.shell.hollow_modules import (
     own_parameter,
     refuse_change,
 )
-from swarmllm.models.shell.playback import hooked_bounds, open_to_hooks, playback
+from swarmllm.models.shell.playback import open_to_hooks, playback
 
 
 class _Frozen(nn.Parameter):
@@ -69,6 +70,8 @@ class HollowBlocks(nn.ModuleList):
         """`first`: the number of the first of these blocks in the whole model."""
         super().__init__()
         self.first = first
+        self.num_hooks: Counter[int] = Counter()
+        """Hooks of users by the block before which they cut the model (`playback`)."""
         self.__dict__["proxy"] = proxy
         self.__dict__["here"] = dict(here)
         self.__dict__["hollow"] = {idx: block for idx, block in enumerate(blocks) if idx not in here}
@@ -124,7 +127,7 @@ class HollowBlocks(nn.ModuleList):
 
     def hooked(self) -> frozenset[int]:
         """The places where users have hooks now: `i` is before block `i` of these, `i + 1` behind it."""
-        return frozenset(hooked_bounds(self.hollow))
+        return frozenset(cut - self.first for cut, num_used in self.num_hooks.items() if num_used)
 
     def blocks(self) -> list[nn.Module]:
         """The blocks themselves."""
@@ -167,7 +170,8 @@ def hollow_blocks(
         read = None if read_block is None else partial(read_block, block_idx)
         name = f"block {blocks.first + block_idx}"
         hollow_out(block, name, model.dtype, read)
-        open_to_hooks(block, ModulePlace(name), blocks.first + block_idx, stack.span.end, traits.forbidden_cuts)
+        number, forbidden = blocks.first + block_idx, traits.forbidden_cuts
+        open_to_hooks(block, ModulePlace(name), number, stack.span.end, forbidden, blocks.num_hooks)
     return blocks
 
 
