@@ -2,8 +2,8 @@
 
 `loading` gives both a subclass. Before the architecture's own forward of the stack (`adopt_stack`):
 
-1. The arguments are checked, the cache is chosen (`client_shell`), and the wish for hidden states and attentions is read
-   (`wanted_inner`); `playback` returns them.
+1. The arguments are checked, and the cache is chosen (`client_shell`). `wanted_inner` reads the wish for hidden states
+   and attentions, which `playback` returns.
 2. Trained prompts are added (`tuned_prompts`).
 3. A `Call` is made of everything that the blocks need besides hidden states; `blocks_proxy` runs it. Encoder outputs
    are part of it once per session (`source_of_call`).
@@ -24,6 +24,7 @@ and other forwards may begin. Speculation uses it (`speculation/sampling_loop`).
 import functools
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -88,7 +89,8 @@ def adopt_stack(model: PreTrainedModel, of_shell: ShellStack) -> None:
         if prompts is not None and inner is not None and inner.attentions:
             raise ConfigurationError("with tuning_mode there are no attentions of the text alone: leave them out")
         with_prompts = prompts is not None and prompts.prepend(self, kwargs, cache)
-        with whole_length(cache), calling(_call_of(shell, of_shell, kwargs, cache, prefix, inner)):
+        counted = nullcontext() if cache is None or prompts is None else whole_length(cache)
+        with counted, calling(_call_of(shell, of_shell, kwargs, cache, prefix, inner)):
             try:
                 outputs = cls.forward(self, **kwargs)
             finally:
