@@ -1,8 +1,8 @@
 """Where `generate()` begins to speculate, and the checkpoint's own head for guesses.
 
-`generation` asks `Speculator` for each greedy or sampled text; `ClientConfig.speculation` turns it on and off. Without
-guesses remain: several rows, blocks whose caches can't be rolled back, texts given as embeddings, and models whose
-forwards draw random numbers or have hooks of the user.
+`generation` asks `Speculator` for each greedy or sampled text; `ClientConfig.speculation` turns it on and off. There
+are no guesses for several rows, for blocks whose caches can't be rolled back, for texts given as embeddings, and for
+models whose forwards draw random numbers or have hooks of the user.
 
 `MtpHead` is a checkpoint's own head for multi-token prediction. It is loaded and run on this machine;
 `speculation/drafters` asks it. Its block runs as on servers, by the architecture's own forward.

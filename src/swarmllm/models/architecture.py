@@ -1,4 +1,4 @@
-"""A Hugging Face model's make-up: its class for a task, its stack, its list of blocks, how long its texts may be.
+"""The structure of a Hugging Face model: its class for a task, its stacks, its list of blocks, the length of its texts.
 
 Everything here works from names and signatures that all models of transformers share, so that no architecture needs
 code of its own. Called by the rest of `models/`, and wherever texts are measured or limited; knows no checkpoint and

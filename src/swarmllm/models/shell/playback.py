@@ -6,7 +6,7 @@ a local model has. The first one runs all blocks on servers, and each returns wh
 (`boundary/inner_states`). Between them runs the model's own code.
 
     hidden states   the output of each block, or what the model's code makes of it
-    attentions      if hooks collect them locally: put there; otherwise returned beside the hidden states
+    attentions      if hooks collect them locally: put there; otherwise returned after the hidden states
 
 Hooks of users on whole blocks work as they do locally, because hidden states before and behind such a block pass
 through this machine. There the blocks run in pieces: the first block of a piece runs it, the last one returns its
