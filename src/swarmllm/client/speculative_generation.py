@@ -142,7 +142,7 @@ class Speculator:
         return self._num_plain > 0
 
     def drafter_for(self, cache: RemoteCache) -> Drafter:
-        """A drafter for a text on this cache, whose session `generate()` has just opened or goes on with."""
+        """A drafter for a text on this cache. `generate()` has just opened its session, or continues it."""
         session = cache.session
         if not cache.forgets_early or (isinstance(session, InferenceSession) and session.records_past):
             return self.new_drafter()

@@ -245,7 +245,7 @@ def stacks(config: PreTrainedConfig) -> tuple[Stack, ...]:
 
 
 def _plausible(num_blocks: object) -> int:
-    """Raises UnsupportedModelError unless it is a number of blocks."""
+    """Raise UnsupportedModelError unless it is a number of blocks."""
     if isinstance(num_blocks, bool) or not isinstance(num_blocks, int) or not 1 <= num_blocks <= MAX_BLOCKS:
         raise UnsupportedModelError(f"the config says {num_blocks!r} blocks, but a model has 1 to {MAX_BLOCKS}")
     return num_blocks

@@ -229,7 +229,7 @@ class Chain:
             self._hang_up()
 
     def _hang_up(self) -> None:
-        """Leave all servers. Another step would open the chain anew and replay what the client has kept."""
+        """Leave all servers. Another step would open the chain again, and replay the inputs that the client kept."""
         self._hops.close()
         self._in_flight.is_linked = False
         self._in_flight.forget_abandoned()

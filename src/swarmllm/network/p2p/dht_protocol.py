@@ -76,7 +76,7 @@ class SentRecord:
 
 
 def node_id_of(peer_id: Any) -> Any:
-    """The one place of a peer in the DHT."""
+    """The place of a peer in the DHT. It can't have another one."""
     return DHTID.generate(peer_id.to_bytes())
 
 
