@@ -119,7 +119,7 @@ class GatewayConfig(OfferedModels, ClientConfig, GatewayLimits):
         if len(self.model) > 1:
             for name in ("revision", "fallback_to_local", "fallback_after", "identity_path"):
                 if getattr(self, name) is not None:
-                    raise ConfigurationError(f"{name} goes with one model only: run a gateway for each of them")
+                    raise ConfigurationError(f"{name} is for one model only: run a gateway for each of them")
 
     def each_model(self) -> list[tuple[str | None, ClientModelConfig]]:
         """The chosen name of each model (None: its own), and the settings of its client."""
