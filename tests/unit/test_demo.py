@@ -10,8 +10,8 @@ import pytest
 from swarmllm.demo import __main__ as demo
 from swarmllm.demo import local_swarm
 from swarmllm.demo.__main__ import Answer, DemoConfig, choose_model, middle_of_the_longest, usual_gap_s
-from swarmllm.demo.local_swarm import demo_model_path, embedded_model_path, smollm2_path
-from swarmllm.errors import ConfigurationError, CorruptWeightsError
+from swarmllm.demo.local_swarm import LocalServer, demo_model_path, embedded_model_path, smollm2_path
+from swarmllm.errors import ConfigurationError, CorruptWeightsError, PeerTimeoutError
 
 Installs = Callable[[bytes | None], Path]
 
@@ -88,3 +88,11 @@ def test_the_time_between_two_answers_is_no_gap() -> None:
 def test_the_accident_is_in_the_middle_of_the_longest_answer() -> None:
     assert middle_of_the_longest([8, 25, 14]) == (1, 12)
     assert middle_of_the_longest([3, 7]) is None
+
+
+def test_patience_with_a_server_can_be_set_for_all_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_swarm, "START_TIMEOUT_S", 0.01)
+    server = LocalServer([], tmp_path / "log", program=["sh", "-c", "exec cat"])  # it says nothing
+    with pytest.raises(PeerTimeoutError, match="is not online after 0 s"):
+        server.wait_until_ready()
+    server.kill()
