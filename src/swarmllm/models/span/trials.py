@@ -64,8 +64,9 @@ def worthwhile_threads(blocks: nn.Module) -> Iterator[None]:
     with one thread, and 4.4 to 4.9 s with two.
     """
     before = torch.get_num_threads()
-    weights = (*blocks.parameters(), *(one for one in blocks.modules() if isinstance(one, QuantizedWeight)))
-    largest = max((weight.shape[-2:].numel() for weight in weights), default=0)
+    shapes = [parameter.shape for parameter in blocks.parameters()]
+    shapes += [module.shape for module in blocks.modules() if isinstance(module, QuantizedWeight)]
+    largest = max((shape[-2:].numel() for shape in shapes), default=0)
     torch.set_num_threads(min(before, max(1, largest // kernels.WORTH_A_THREAD)))
     try:
         yield
