@@ -197,8 +197,9 @@ def _measure(packer: Packer, *, choose_threads: bool) -> Throughput:
     num_threads = 0
     if choose_threads:
         num_threads = 1
-        for candidate in sorted({max(2, most // 2), most} - {1}):
-            if candidate > most or time.perf_counter() > deadline:
+        for place, candidate in enumerate(sorted({max(2, most // 2), most} - {1})):
+            # One is tried in any case: large blocks use up the time with one thread, and gain most by others.
+            if candidate > most or (place and time.perf_counter() > deadline):
                 break
             torch.set_num_threads(candidate)
             with_more = measured.decode_s(), measured.forward_s()
