@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 
 PACKING_CONTEXTS = (20, 120, 8, 60)
 """Tokens in the caches of the measured sessions."""
-PACKING_STEPS_S = 0.05
+PACKING_STEPS_S = 0.02
 """Time of one step of each session, one by one; as many blocks as that are measured, one at least. Assumed."""
-PACKING_BUDGET_S = 0.3
+PACKING_BUDGET_S = 0.15
 """Seconds after which no further round begins."""
 PACKING_ROUNDS = 3
 """Number of rounds; the fastest counts, as disturbances only ever make a measurement slower."""
@@ -40,15 +40,16 @@ WORTH_A_CHANGE = 0.9
 FORWARD_TOKENS = 128
 REPEATS = 3
 BATCH = 8
-MEASURED_S = 0.1
+MEASURED_S = 0.03
 """Time of a forward over the measured blocks; at least one is measured. Assumed, with the two below, so that a server
-starts at most a second or two later, however many blocks it has, unless one block takes longer."""
-BUDGET_S = 1.0
+starts at most a second later, however many blocks it has, unless one block takes longer. Real steps correct the figures
+(`LoadMeter`)."""
+BUDGET_S = 0.5
 """Seconds after which no further measurement begins."""
 SLOW_S = 0.25
 """Calls that take longer are measured only twice: warming up makes no difference there."""
 CONTEXT_TOKENS = 1024
-CONTEXT_BUDGET_S = 0.4
+CONTEXT_BUDGET_S = 0.15
 """Seconds for filling the cache; slower blocks are measured with a shorter context."""
 WORTH_A_THREAD = 0.9
 """More threads must take less than this share of the time: they take cores from other programs, and oversubscribed
