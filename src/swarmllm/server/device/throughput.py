@@ -203,9 +203,12 @@ def _measure(packer: Packer, *, choose_threads: bool) -> Throughput:
             if candidate > most or (place and time.perf_counter() > deadline):
                 break
             torch.set_num_threads(candidate)
-            with_more = measured.decode_s(), measured.forward_s()
-            if with_more[0] * with_more[1] < WORTH_A_THREAD * decode_s * forward_s:
-                num_threads, (decode_s, forward_s) = candidate, with_more
+            decode_more_s = measured.decode_s()
+            if decode_more_s > WORTH_A_THREAD * decode_s * candidate:
+                continue  # not even a forward that gains by each thread could make up for that
+            forward_more_s = measured.forward_s()
+            if decode_more_s * forward_more_s < WORTH_A_THREAD * decode_s * forward_s:
+                num_threads, decode_s, forward_s = candidate, decode_more_s, forward_more_s
         torch.set_num_threads(num_threads)
     batch8_s = context_s = 0.0
     if blocks.keeps_cache and time.perf_counter() < deadline:
