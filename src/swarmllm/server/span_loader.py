@@ -184,6 +184,7 @@ class SpanLoader:
             doubling_tokens=doubling_tokens(throughput, len(span)),
             beside_decode=beside_decode,
             step_ms=throughput.step_ms,
+            forward_ms=partial(throughput.forward_ms, len(span)),
         )
         return Serving(
             packer,

@@ -1,12 +1,15 @@
 """The load that a server announces."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 
 from swarmllm.server.device.device_thread import (
     FORGET_QUEUE_S,
+    FORWARD_SMOOTHING,
     LAST_STEPS,
+    LONG_FORWARD,
     SMOOTHING,
     Call,
     LoadMeter,
@@ -81,6 +84,24 @@ def test_the_time_of_steps_is_compared_with_the_measured_time() -> None:
     assert meter.pace == pytest.approx(3.5 - SMOOTHING * 2.5, rel=1e-3)
     meter.expect(measured(3.0).step_ms)
     assert meter.pace == 1
+
+
+def test_the_time_of_long_forwards_is_compared_with_the_measured_speed() -> None:
+    meter, all_blocks = LoadMeter(), 8
+    measured_speed = Throughput(forward_tokens_per_s=100.0, decode_ms_per_block=1.0)
+    meter.expect(measured_speed.step_ms, partial(measured_speed.forward_ms, all_blocks))
+    prompt = step(num_blocks=4, priority=Priority.PREFILL)
+    for _ in range(60):  # half of the blocks: 200 tokens/s
+        meter.count([(prompt, LONG_FORWARD)], now=0.0, since=0.0, ended_at=3 * LONG_FORWARD / 200)
+    assert meter.forward_pace == pytest.approx(3, rel=1e-3)
+    meter.count([(prompt, LONG_FORWARD - 1)], now=0.0, since=0.0, ended_at=99.0)  # short
+    meter.count([(prompt, LONG_FORWARD), (step(), 1)], now=0.0, since=0.0, ended_at=99.0)  # beside a decode step
+    assert meter.forward_pace == pytest.approx(3, rel=1e-3)
+    meter.compare_forward(all_blocks, 1000, took_ms=10_000)  # without a session, at the measured speed
+    assert meter.forward_pace == pytest.approx(3 - FORWARD_SMOOTHING * 2, rel=1e-3)
+    assert meter.pace == 1
+    meter.expect(measured(3.0).step_ms)
+    assert meter.forward_pace == 1
 
 
 def test_steps_beside_prompts_or_of_unlike_spans_tell_nothing() -> None:

@@ -145,6 +145,10 @@ class Throughput:
         )
         return num_blocks * ms
 
+    def forward_ms(self, all_blocks: int, num_blocks: int, num_tokens: int) -> float:
+        """Expected time of a forward of these tokens through `num_blocks` of the span's blocks."""
+        return num_tokens * 1e3 / self.forward_tokens_per_s * num_blocks / all_blocks
+
 
 def measure_throughput(packer: Packer, *, choose_threads: bool = False) -> Throughput:
     """Measure the blocks, and set how `packer` runs several sessions; `choose_threads` sets the number of threads
