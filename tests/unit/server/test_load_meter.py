@@ -45,13 +45,39 @@ def test_pauses_for_others_are_no_queue() -> None:
 
 def test_the_95th_percentile_of_steps() -> None:
     meter = LoadMeter()
-    assert meter.step_ms_p95() == 0
+    assert meter.step_ms(0.95) == meter.step_ms(0.5) == 0
     for number in range(LAST_STEPS + 100):  # those of the beginning, which took a second more, are forgotten
         began_at = 10.0 * number
         meter.count(
             [(waiting(began_at), 1)], began_at, 0.0, ended_at=began_at + (1.0 if number < 100 else number / 1e4)
         )
-    assert meter.step_ms_p95() == pytest.approx((100 + int(0.95 * (LAST_STEPS - 1))) / 10)
+    assert meter.step_ms(0.95) == pytest.approx((100 + int(0.95 * (LAST_STEPS - 1))) / 10)
+    assert meter.step_ms(0.5) == pytest.approx((100 + int(0.5 * (LAST_STEPS - 1))) / 10)
+
+
+def test_the_time_from_token_to_token_is_what_clients_wait_for() -> None:
+    meter = LoadMeter()
+
+    def came(at: float, position: int, session: str = "a", priority: Priority = Priority.DECODE) -> None:
+        work = step(priority=priority)
+        work.queued_at, work.session, work.num_rows, work.context_tokens = at, session, 2, 2 * position
+        meter.count([(work, 2)], at, 0.0, ended_at=at + 0.01)
+
+    came(0.0, 0, priority=Priority.PREFILL)
+    came(5.0, 8)  # the first token after a prompt
+    assert meter.token_ms() == 0
+    came(5.2, 9)
+    came(5.25, 100, session="b")  # another text
+    assert meter.token_ms() == pytest.approx(200)
+    for after in range(1, 10):
+        came(5.2 + after * 0.9, 9 + 3 * after)  # three guesses were right each time
+    assert meter.token_ms() == pytest.approx(300)
+    came(90.0, 10)  # the text was cropped
+    came(99.0, 50, priority=Priority.PREFILL)
+    came(100.0, 60)
+    meter.forget("b")
+    came(999.0, 101, session="b")
+    assert meter.token_ms() == pytest.approx(300)
 
 
 def step(num_blocks: int = 4, priority: Priority = Priority.DECODE) -> SessionStep:

@@ -36,7 +36,7 @@ UNFINISHED = object()
 """Result of a turn that isn't the last one of its work."""
 
 LAST_STEPS = 512
-"""Number of steps in the 95th percentile. Assumed: some minutes of one text, some seconds of many."""
+"""Number of steps in the percentiles. Assumed: some minutes of one text, some seconds of many."""
 SMOOTHING = 0.1
 """Share of the newest forward in the smoothed numbers."""
 MOST_PACE = 100.0
@@ -98,6 +98,7 @@ class SessionStep(Call):
     num_blocks: int = 0
     context_tokens: int = 0
     """Tokens in its session's cache before it, in all rows together."""
+    num_rows: int = 1
 
     def take(self, num_tokens: int) -> SessionCall:
         """Return the next piece, ready to run. Called in the device thread; an exception fails this step alone."""
@@ -185,6 +186,9 @@ class LoadMeter:
         self._queue_ms = self._batch_size = self._last_forward_at = 0.0
         self._num_steps = self._num_tokens = self._num_forwards = self.num_failures = 0
         self._step_s: deque[float] = deque(maxlen=LAST_STEPS)
+        self._token_s: deque[float] = deque(maxlen=LAST_STEPS)
+        self._last_tokens: dict[str, tuple[float, int]] = {}
+        """Arrival and position of the last decode step, by session."""
         self._step_ms: StepMs | None = None
         self._forward_ms: ForwardMs | None = None
         self.pace = self.forward_pace = 1.0
@@ -203,10 +207,17 @@ class LoadMeter:
             queue_ms, self._batch_size, self._num_steps, self._num_tokens, self._num_forwards, self.num_failures
         )
 
-    def step_ms_p95(self) -> float:
-        """Return the time within which 95 % of the last 512 decode steps were ready; 0 if there was none."""
-        last = sorted(self._step_s.copy())  # a copy in one go, since the device thread goes on counting
-        return last[int(0.95 * (len(last) - 1))] * 1e3 if last else 0.0
+    def step_ms(self, share: float) -> float:
+        """Return the time within which this share of the last 512 decode steps were ready; 0 if there was none."""
+        return _percentile(self._step_s, share) * 1e3
+
+    def token_ms(self) -> float:
+        """Return the median of the time from token to token of texts, in the last 512 decode steps; 0 if unknown."""
+        return _percentile(self._token_s, 0.5) * 1e3
+
+    def forget(self, session: str) -> None:
+        """Note that the session has ended."""
+        self._last_tokens.pop(session, None)
 
     def count(self, pieces: Sequence[Piece], now: float, since: float, ended_at: float) -> None:
         """Count a forward of these pieces that began `now`; waiting before `since` was a pause for other programs."""
@@ -219,8 +230,21 @@ class LoadMeter:
         self._step_s.extend(
             ended_at - max(call.queued_at, since) for call, _ in pieces if call.priority == Priority.DECODE
         )
+        for call, _ in pieces:
+            if isinstance(call, SessionStep) and call.session is not None and not call.num_tokens:
+                self._token_came(call, call.session)
         self._last_forward_at = now
         self._compare(pieces, (ended_at - now) * 1e3)
+
+    def _token_came(self, step: SessionStep, session: str) -> None:
+        """Note how long the session's client took for a token: with all servers, the network and its own work."""
+        before = self._last_tokens.pop(session, None)
+        if step.priority is not Priority.DECODE:
+            return  # a prompt: people may have thought about it
+        position = step.context_tokens // step.num_rows
+        self._last_tokens[session] = step.queued_at, position
+        if before is not None and position > before[1]:
+            self._token_s.append((step.queued_at - before[0]) / (position - before[1]))
 
     def _compare(self, pieces: Sequence[Piece], took_ms: float) -> None:
         steps = [call for call, _ in pieces if isinstance(call, SessionStep)]
@@ -239,6 +263,11 @@ class LoadMeter:
         if self._forward_ms is not None and num_tokens >= LONG_FORWARD:
             expected_ms = self._forward_ms(num_blocks, num_tokens)
             self.forward_pace = _followed(self.forward_pace, took_ms, expected_ms, FORWARD_SMOOTHING)
+
+
+def _percentile(seconds: deque[float], share: float) -> float:
+    last = sorted(seconds.copy())  # a copy in one go, since the device thread goes on counting
+    return last[int(share * (len(last) - 1))] if last else 0.0
 
 
 def _followed(pace: float, took_ms: float, expected_ms: float, share: float) -> float:
@@ -301,7 +330,17 @@ class DeviceThread:
     @property
     def step_ms_p95(self) -> float:
         """Within this time 95 % of the last decode steps were ready, waiting included."""
-        return self._meter.step_ms_p95()
+        return self._meter.step_ms(0.95)
+
+    @property
+    def step_ms_p50(self) -> float:
+        """The same for half of them."""
+        return self._meter.step_ms(0.5)
+
+    @property
+    def token_ms(self) -> float:
+        """Median of the time from token to token of texts, as this server has seen the steps come."""
+        return self._meter.token_ms()
 
     @property
     def pace(self) -> float:
@@ -347,6 +386,7 @@ class DeviceThread:
     def forget(self, session: str) -> None:
         """Expect no more steps of a session that has ended."""
         self._inbox.put(partial(self._scheduler.forget, session))
+        self._inbox.put(partial(self._meter.forget, session))
 
     async def wait_until_idle(self) -> None:
         """Return when nothing is queued or running."""
