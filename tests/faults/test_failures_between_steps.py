@@ -11,9 +11,8 @@ import pytest
 import torch
 from swarm_in_process import CLIENT, Blocks, InProcessSwarm, Reference
 
-from swarmllm.client.session.hop import Hop
 from swarmllm.client.session.inference_session import InferenceSession
-from swarmllm.client.session.open_route import OpenRoute
+from swarmllm.client.session.open_route import Hop, OpenRoute
 from swarmllm.errors import PeerTimeoutError, ServerOutOfMemoryError
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.network.wire import liveness

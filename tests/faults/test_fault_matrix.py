@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from fault_tools import at_token
 from faulty_server import Fault, program
-from swarm_models import OPTIONS, TIMEOUT_S, connected, load_local, prompt, save_llama
+from swarm_models import OPTIONS, TIMEOUT_S, connected, prompt
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import PreTrainedModel
 
 from swarmllm import LocalSwarm
 
-SPANS = {"first": (0, 3), "middle": (3, 5), "last": (5, 8)}
+SPANS = {"first": (0, 2), "middle": (2, 4), "last": (4, 6)}
 PROMPT = prompt(length=24)
 FAULTS = [
     Fault.CRASH,
@@ -31,41 +32,16 @@ FAULTS = [
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_llama(tmp_path_factory.mktemp("faults") / "checkpoint")
-
-
-@pytest.fixture(scope="module")
-def local(checkpoint: Path) -> PreTrainedModel:
-    return load_local(checkpoint)
-
-
-@pytest.fixture(scope="module")
-def swarm(checkpoint: Path) -> Iterator[LocalSwarm]:
+def swarm(llama: Path) -> Iterator[LocalSwarm]:
     """The honest servers, one for each place."""
     options = OPTIONS | {"program": program(Fault.MODEST)}
-    with LocalSwarm(checkpoint, spans=list(SPANS.values()), update_period=5, **options) as swarm:
+    with LocalSwarm(llama, spans=list(SPANS.values()), update_period=5, **options) as swarm:
         yield swarm
 
 
-class CallAt(LogitsProcessor):
-    """Calls something when the token of that number is chosen; works with beams too."""
-
-    def __init__(self, token: int, call: Callable[[], object]) -> None:
-        self.left = token
-        self.call = call
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.left -= 1
-        if self.left == 0:
-            self.call()
-        return scores
-
-
 def generated(model: Any, break_it: Callable[[], object], **options: Any) -> Tensor:
-    at_token = CallAt(4, break_it)
     options = {"max_new_tokens": 12, "do_sample": False, **options}
-    output: Tensor = model.generate(PROMPT, logits_processor=LogitsProcessorList([at_token]), **options)
+    output: Tensor = model.generate(PROMPT, logits_processor=at_token(4, break_it), **options)
     return output
 
 
@@ -133,7 +109,7 @@ def test_nothing_is_lost(
     place: str,
     swarm: LocalSwarm,
     local: PreTrainedModel,
-    checkpoint: Path,
+    llama: Path,
     tmp_path: Path,
 ) -> None:
     expected = work(local, lambda: None)
@@ -146,7 +122,7 @@ def test_nothing_is_lost(
         usable = {"allowed_servers": tuple(server.peer_id for server in swarm.servers if server.alive)}
         # Guesses may be all right, and leave nothing to compute after the fault: on a busy machine links look slow.
         options: dict[str, Any] = {"step_timeout_s": step_timeout_s, "speculation": "off", **usable}
-        with connected(checkpoint, swarm.initial_peers, **options) as model:
+        with connected(llama, swarm.initial_peers, **options) as model:
             assert faulty.peer_id in {hop.server.peer_id for hop in model.swarm.route()}, "the test would prove nothing"
             result = work(model, trigger.touch)
             avoided = model.swarm.health.avoided(now=0.0)

@@ -1,6 +1,6 @@
 """Blocks on the client's machine beside servers that die: what comes out is what one machine computes.
 
-In process, over ranges, servers, lengths and deaths at random; then with real servers that are killed.
+In process, over ranges, servers, lengths and deaths at random.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,15 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from fault_tools import Doom, Faulty, gradients
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from swarm_in_process import Blocks, InProcessSwarm
-from swarm_models import connected, generate_seeded, prompt
 from test_repairs import Fate, deaths, layouts
 from tests.numerics.tiny_models import save_tiny
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from swarmllm.client.local_blocks import LocalBlocks, LocalSpan
 from swarmllm.client.remote_blocks import RemoteBlocks
@@ -28,6 +25,7 @@ from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
+from swarmllm.network.wire.protocol import MessageType
 
 pytestmark = pytest.mark.rotates(3, whole_file=True)
 
@@ -205,6 +203,7 @@ def test_a_batch_is_as_one_machine(
         return output.detach(), given.grad
 
     with InProcessSwarm(here.blocks, layout) as swarm:
+        swarm.on_message = Fate(swarm, data.draw(deaths), kinds={MessageType.FORWARD, MessageType.BACKWARD})
         blocks = RemoteBlocks(swarm.view, swarm.batches, swarm.traits, everything.span, local)
         got = results(lambda given: blocks(given, attention_mask=mask))
         span = data.draw(st.sampled_from([slice(0, 3), slice(1, 5), slice(3, 4)]))
@@ -291,41 +290,3 @@ def test_noise_on_batches(kinds: dict[str, Here]) -> None:
             assert 0.4 < float(error) < 0.6
             expected = everything.forward(inputs_of(given, None), Span(start, NUM_BLOCKS))
             torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
-
-
-# ---------------------------------------------------------------------- real servers
-
-MIXED = "0:1,3:4,5:6"
-
-
-@pytest.fixture
-def mixed(llama: Path, swarm: Faulty) -> Iterator[Any]:
-    """Blocks 1, 2 and 4 are on servers."""
-    living = [server.peer_id for server in swarm.living]
-    with connected(llama, swarm.initial_peers, allowed_servers=living, local_blocks=MIXED) as model:
-        yield model
-
-
-@pytest.mark.parametrize("num_tokens", [1, 40])
-def test_death_within_a_step(mixed: Any, swarm: Faulty, local: PreTrainedModel, doom: Doom, num_tokens: int) -> None:
-    """The server behind the client's own blocks and before others dies, while decoding and within a prompt."""
-    ids = prompt(1, 30 + num_tokens)
-    expected = generate_seeded(local, ids, max_new_tokens=12)
-    with mixed.inference_session(max_length=128) as session:
-        session.step(mixed.embed(ids[:, :30]))
-        session.history = ids[:, :30]
-        doom(swarm.on_route(session.route, "middle"), lambda: session.chains[0]._in_flight)
-        assert generate_seeded(mixed, ids, max_new_tokens=12).tolist() == expected.tolist()
-        assert 1 <= session.num_repairs <= 2  # the dead server's neighbour may notice before the client does
-    doom.fulfil()
-
-
-def test_death_between_forward_and_backward(mixed: Any, swarm: Faulty, local: PreTrainedModel) -> None:
-    ids = prompt(3, 12)
-    expected = gradients(local, ids)
-    embeds = mixed.get_input_embeddings()(ids).detach().requires_grad_()
-    loss = mixed(inputs_embeds=embeds, labels=ids).loss
-    servers = [server for server in swarm.living if 2 in server.span]
-    servers[0].kill()
-    loss.backward()
-    torch.testing.assert_close((loss.detach(), embeds.grad), expected)

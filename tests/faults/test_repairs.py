@@ -4,7 +4,7 @@ In process, over layouts and deaths at random; `test_failover` has real servers.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -21,8 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from swarmllm import LocalSwarm
-from swarmllm.client.session.hop import Hop
-from swarmllm.client.session.open_route import OpenRoute
+from swarmllm.client.session.open_route import Hop, OpenRoute
 from swarmllm.client.view import routes
 from swarmllm.data_structures import RouteHop, ServerInfo, ServerState, Span
 from swarmllm.errors import MissingBlocksError, PeerTimeoutError, PeerUnreachableError
@@ -49,22 +48,27 @@ def layouts(draw: st.DrawFn) -> list[tuple[int, int]]:
 
 
 deaths = st.lists(st.tuples(st.integers(0, 25), st.integers(0, 6)), max_size=4)
-"""At the so many-th step that any server gets: which server dies."""
+"""At the so many-th message that any server gets: which server dies."""
 
 
 class Fate:
-    """Kills servers while steps are under way, but never the last one of a block."""
+    """Kills servers while such messages are under way, but never the last one of a block."""
 
-    def __init__(self, swarm: InProcessSwarm, deaths: list[tuple[int, int]]) -> None:
-        self._swarm = swarm
+    def __init__(
+        self,
+        swarm: InProcessSwarm,
+        deaths: list[tuple[int, int]],
+        kinds: Set[MessageType] = frozenset({MessageType.STEP}),
+    ) -> None:
+        self._swarm, self._kinds = swarm, kinds
         self._deaths = dict(deaths)
-        self._num_steps = 0
+        self._num_messages = 0
 
     def __call__(self, _: Server, message: Message) -> None:
-        if message.type is not MessageType.STEP:
+        if message.type not in self._kinds:
             return
-        victim = self._deaths.get(self._num_steps)
-        self._num_steps += 1
+        victim = self._deaths.get(self._num_messages)
+        self._num_messages += 1
         living = [server for server in self._swarm.servers if server.alive]
         if victim is not None and victim < len(self._swarm.servers):
             server = self._swarm.servers[victim]
@@ -273,12 +277,48 @@ def test_a_server_that_is_announced_and_dead_is_waited_for(blocks: Blocks, num_t
 
 
 @pytest.mark.usefixtures("impatient")
-def test_in_the_end_the_missing_blocks_are_named(blocks: Blocks) -> None:
+@pytest.mark.parametrize("is_listed", [True, False])
+@pytest.mark.parametrize("work", ["session", "batch", "backward"])
+def test_in_the_end_the_missing_blocks_are_named(blocks: Blocks, work: str, is_listed: bool) -> None:
+    """After one wait of `route_timeout_s`, and not one more for each retry."""
+    given = hidden_states(1, 5)
     with InProcessSwarm(blocks, [(0, 3), (3, 6)], max_retries=8, route_timeout_s=0.2) as swarm:
+        output = swarm.batches(block_inputs(given.clone().requires_grad_()), blocks.all.span)
         swarm.kill(swarm.servers[1])
-        with swarm.session() as session, pytest.raises(MissingBlocksError, match="blocks 3:6") as caught:
-            session.step(hidden_states(1, 5))
+        swarm.servers[1].listed = is_listed
+        with swarm.session() as session:
+            works: dict[str, Callable[[], object]] = {
+                "session": lambda: session.step(given),
+                "batch": lambda: swarm.batches(block_inputs(given), blocks.all.span),
+                "backward": output.sum().backward,
+            }
+            with pytest.raises(MissingBlocksError, match="blocks 3:6") as caught:
+                works[work]()
         assert caught.value.block_idxs == (3, 4, 5)
+        assert swarm.view.counts["missing_blocks"] == (work == "session" and not is_listed)
+        assert swarm.view.blamed == {swarm.servers[1].peer_id}
+
+
+def test_the_server_that_takes_over_dies_during_the_replay(blocks: Blocks) -> None:
+    with (
+        InProcessSwarm(blocks, [(0, 6)] * 3, prefill_chunk_tokens=4, min_gain_to_move=1) as swarm,
+        swarm.session(max_length=64) as session,
+    ):
+        reference, given = Reference(blocks.all), hidden_states(1, 12)
+        torch.testing.assert_close(session.step(given), reference.step(given))
+        first, died = swarm.server(session.route[0].server.peer_id), []
+
+        def die(server: Server, message: Message) -> None:
+            if message.type is MessageType.STEP and not died:
+                died.append(server)
+                server.die()
+
+        swarm.kill(first)
+        swarm.on_message = die
+        given = hidden_states(1, 1)
+        torch.testing.assert_close(session.step(given), reference.step(given))
+        assert died != [first]
+        assert session.num_repairs == 2
 
 
 ROUTES = {

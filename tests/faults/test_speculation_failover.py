@@ -1,28 +1,18 @@
 """A server dies while several speculative steps are under way: the tokens are those of an undisturbed run."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fault_tools import Doom, Faulty, at_token
 from swarm_models import connected, generate_seeded, prompt, save_head_beside
+from tests.swarm.test_speculation import FixedPlanner
 from transformers import PreTrainedModel
-
-from swarmllm.speculation.planner import PLAIN, Plan, Planner
 
 pytestmark = pytest.mark.rotates(3, whole_file=True)
 
 NUM_TOKENS = 24
-
-
-class FixedPlanner(Planner):
-    """Always runs ahead."""
-
-    latency_pays = True
-
-    def plan(self, acceptance: Sequence[float], max_tokens: int) -> Plan:
-        return Plan(min(2, max_tokens), 4) if max_tokens > 0 else PLAIN
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from faulty_server import Fault, program
-from swarm_models import OPTIONS, connected, load_local, prompt, save_llama
+from swarm_models import OPTIONS, connected, prompt
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -23,20 +23,10 @@ NEW_TOKENS = 6
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_llama(tmp_path_factory.mktemp("lies") / "checkpoint", num_blocks=6)
-
-
-@pytest.fixture(scope="module")
-def local(checkpoint: Path) -> PreTrainedModel:
-    return load_local(checkpoint)
-
-
-@pytest.fixture(scope="module")
-def swarm(checkpoint: Path) -> Iterator[LocalSwarm]:
+def swarm(llama: Path) -> Iterator[LocalSwarm]:
     """Two honest servers for each span: somebody to compare with, and a third one to say who is right."""
     options = OPTIONS | {"program": program(Fault.MODEST)}
-    with LocalSwarm(checkpoint, spans=SPANS * 2, update_period=5, **options) as swarm:
+    with LocalSwarm(llama, spans=SPANS * 2, update_period=5, **options) as swarm:
         yield swarm
 
 
@@ -61,10 +51,10 @@ def misbehaving(swarm: LocalSwarm, fault: Fault, directories: pytest.TempPathFac
 
 
 @contextmanager
-def client(checkpoint: Path, swarm: LocalSwarm, *others: LocalServer, **config: Any) -> Iterator[Any]:
+def client(llama: Path, swarm: LocalSwarm, *others: LocalServer, **config: Any) -> Iterator[Any]:
     """A client that knows the honest servers and `others`, whom its routes go through."""
     allowed = [server.peer_id for server in (*swarm.servers[: 2 * len(SPANS)], *others)]
-    with connected(checkpoint, swarm.initial_peers, allowed_servers=allowed, **config) as model:
+    with connected(llama, swarm.initial_peers, allowed_servers=allowed, **config) as model:
         for other in others:
             assert other.peer_id in {hop.server.peer_id for hop in model.swarm.route()}, "the test would prove nothing"
         yield model
@@ -86,13 +76,13 @@ def logits(model: Any) -> Tensor:
 @pytest.mark.rotates(3)
 def test_a_liar_is_caught_and_nothing_wrong_comes_out(
     work: Callable[[Any], Any],
-    checkpoint: Path,
+    llama: Path,
     local: PreTrainedModel,
     swarm: LocalSwarm,
     liar: LocalServer,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with client(checkpoint, swarm, liar, verify_fraction=1.0) as model, caplog.at_level(logging.WARNING):
+    with client(llama, swarm, liar, verify_fraction=1.0) as model, caplog.at_level(logging.WARNING):
         torch.testing.assert_close(as_tensor(work(model)), as_tensor(work(local)), rtol=1e-4, atol=1e-5)
         assert model.swarm.health.quarantined == {liar.peer_id}
         assert model.swarm.counts["spot_checks"] > 1
@@ -109,17 +99,17 @@ def test_a_liar_is_caught_and_nothing_wrong_comes_out(
 @pytest.mark.parametrize("work", [generate, logits])
 @pytest.mark.rotates(3)
 def test_without_checks_the_lie_passes(
-    work: Callable[[Any], Any], checkpoint: Path, local: PreTrainedModel, swarm: LocalSwarm, liar: LocalServer
+    work: Callable[[Any], Any], llama: Path, local: PreTrainedModel, swarm: LocalSwarm, liar: LocalServer
 ) -> None:
     """A control: the test above can fail."""
-    with client(checkpoint, swarm, liar, verify_fraction=0.0) as model:
+    with client(llama, swarm, liar, verify_fraction=0.0) as model:
         assert not torch.equal(as_tensor(work(model)), as_tensor(work(local)))
         assert not model.swarm.health.quarantined
         assert not model.swarm.counts["spot_checks"]
 
 
-def test_honest_servers_pass_every_check(checkpoint: Path, local: PreTrainedModel, swarm: LocalSwarm) -> None:
-    with client(checkpoint, swarm, verify_fraction=1.0) as model:
+def test_honest_servers_pass_every_check(llama: Path, local: PreTrainedModel, swarm: LocalSwarm) -> None:
+    with client(llama, swarm, verify_fraction=1.0) as model:
         assert generate(model) == generate(local)
         assert model.swarm.counts["spot_checks"] >= NEW_TOKENS
         assert not model.swarm.counts["spot_checks_failed"]
@@ -127,10 +117,10 @@ def test_honest_servers_pass_every_check(checkpoint: Path, local: PreTrainedMode
 
 
 def test_nan_is_blamed_on_the_server_that_computed_it(
-    checkpoint: Path, local: PreTrainedModel, swarm: LocalSwarm, corrupt: LocalServer
+    llama: Path, local: PreTrainedModel, swarm: LocalSwarm, corrupt: LocalServer
 ) -> None:
     """The client never sees what the server in the middle passes on; its successor says whose it is."""
-    with client(checkpoint, swarm, corrupt) as model:
+    with client(llama, swarm, corrupt) as model:
         assert generate(model) == generate(local)
         assert model.swarm.counts["corrupt_activations"] == 1
         assert model.swarm.health.avoided(now=0.0) == {corrupt.peer_id}

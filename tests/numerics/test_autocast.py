@@ -19,8 +19,24 @@ from swarmllm.models.adapters.block_adapter import checked
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft", "ignore::RuntimeWarning:peft")
 ROUNDING = 2**-7
 """Relative rounding of bfloat16."""
-LIKE_LORA = ("everything linear", "ranks and scales", "biases of adapters", "IA3", "norms", "a whole part", "a prefix")
-LIKE_OTHERS = ("LoHa", "LoKr", "LoKr, decomposed", "DoRA", "VeRA", "AdaLoRA", "OFT")
+LIKE_LORA: dict[str, peft.PeftConfig] = {
+    "everything linear": lora(target_modules="all-linear"),
+    "ranks and scales": lora(rank_pattern={"down_proj": 2}, alpha_pattern={r"1\.self_attn\.q_proj": 32}),
+    "biases of adapters": lora(lora_bias=True),
+    "IA3": peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "norms": peft.LNTuningConfig(target_modules=["input_layernorm", "norm"]),
+    "a whole part": lora(modules_to_save=["mlp"], target_modules=["q_proj"]),
+    "a prefix": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+}
+LIKE_OTHERS: dict[str, peft.PeftConfig] = {
+    "LoHa": peft.LoHaConfig(r=2, target_modules=["q_proj"]),
+    "LoKr": peft.LoKrConfig(r=2, target_modules=["q_proj", "down_proj"]),
+    "LoKr, decomposed": EQUAL["LoKr, decomposed"],
+    "DoRA": lora(use_dora=True),
+    "VeRA": peft.VeraConfig(r=4, target_modules=["q_proj", "v_proj"]),
+    "AdaLoRA": peft.AdaLoraConfig(target_modules=["q_proj"], total_step=10),
+    "OFT": peft.OFTConfig(target_modules=["q_proj", "down_proj"], oft_block_size=8),
+}
 
 
 def results(model: Any, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
@@ -48,7 +64,7 @@ def test_without_an_adapter(model_type: str, tmp_path: Path) -> None:
 @pytest.mark.rotates(3)
 def test_adapters_exactly(name: str, tmp_path: Path) -> None:
     save_tiny("llama", tmp_path)
-    remote, local = (tuned(one, EQUAL[name]) for one in (InProcessSwarm(tmp_path).client, load_local(tmp_path)))
+    remote, local = (tuned(one, LIKE_LORA[name]) for one in (InProcessSwarm(tmp_path).client, load_local(tmp_path)))
     wanted = results(local.train())
     assert len(wanted) > 2
     assert_same(results(remote.train()), wanted)
@@ -59,7 +75,7 @@ def test_adapters_exactly(name: str, tmp_path: Path) -> None:
 def test_other_adapters_up_to_rounding(name: str, tmp_path: Path) -> None:
     """They add up in another order, of which bfloat16 shows more than float32."""
     save_tiny("llama", tmp_path)
-    remote, local = (tuned(one, EQUAL[name]) for one in (InProcessSwarm(tmp_path).client, load_local(tmp_path)))
+    remote, local = (tuned(one, LIKE_OTHERS[name]) for one in (InProcessSwarm(tmp_path).client, load_local(tmp_path)))
     got, wanted = results(remote.train()), results(local.train())
     assert got.keys() == wanted.keys()
     for key, value in wanted.items():

@@ -3,7 +3,6 @@
 `tests/faults/test_hostile_streams.py`, `test_hostile_sessions.py` and `test_hostile_requests.py` have all others.
 """
 
-import asyncio
 import socket
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -19,7 +18,6 @@ from transformers import PreTrainedModel
 from swarmllm import LocalSwarm
 from swarmllm.demo.local_swarm import LocalServer
 from swarmllm.network.p2p.identity import Identity
-from swarmllm.network.wire.frames import CHUNK_BYTES, FORMAT, MAGIC, PREFIX
 from swarmllm.network.wire.protocol import MessageType
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -60,21 +58,6 @@ async def raw(peers: RawPeers, server: LocalServer) -> AsyncIterator[RawPeer]:
     raw = await peers.open_stream(server)
     yield raw
     raw.stream.abort()
-
-
-def frame(kind: int, header: bytes, part: int, total: int) -> bytes:
-    return PREFIX.pack(MAGIC, FORMAT, kind, 0, len(header), part, total) + header
-
-
-async def test_errors_are_heard_by_peers_that_are_still_sending(peers: RawPeers, server: LocalServer) -> None:
-    for _ in range(20):
-        raw = await peers.open_stream(server)
-        raw.write(frame(MessageType.FORWARD, b"\x80", CHUNK_BYTES, (256 << 20) + 1))
-        while not raw.stream.closed and not raw.stream._inbox:
-            await raw.stream.send(MessageType.PONG, {"n": 0})
-            await asyncio.sleep(0)
-        assert await raw.error() == "remote_protocol"
-        raw.stream.abort()
 
 
 async def test_port_scan(raw: RawPeer, server: LocalServer) -> None:

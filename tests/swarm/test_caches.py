@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from swarmllm import LocalSwarm
 from swarmllm.client.session import inference_session
-from swarmllm.errors import SessionClosedError, SessionLengthExceededError
+from swarmllm.errors import SessionClosedError
 from swarmllm.models.architecture import find_blocks
 
 
@@ -94,13 +94,6 @@ def test_sessions_grow_with_their_text(
     assert text.tolist() == expected.tolist()
     assert cache.session.max_length >= expected.shape[1] - 1
     assert cache.session.num_repairs == 0
-
-
-def test_a_session_of_a_given_length_does_not_grow(model: Any) -> None:
-    with model.inference_session(max_length=12) as session:
-        session.step(model.embed(prompt()))
-        with pytest.raises(SessionLengthExceededError):
-            session.step(model.embed(prompt()))
 
 
 def test_another_batch_from_the_begin(model: Any, local: PreTrainedModel) -> None:

@@ -2,20 +2,23 @@
 
 import copy
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
-from swarm_models import OPTIONS
+from swarm_models import OPTIONS, wait_until
+from tests.numerics.architectures import REFUSED_ENCODER_DECODERS
 from tests.numerics.tiny_encoder_decoders import save_tiny_model, tiny_config, tiny_model
+from tests.swarm.test_prefixes import counter
 from transformers import BartForSequenceClassification, PreTrainedModel, T5ForConditionalGeneration
 
 from swarmllm import AutoDistributedModel, AutoDistributedModelForCausalLM, ClientConfig, LocalSwarm
 from swarmllm.commands.status import ModelStatus
 from swarmllm.data_structures import BlockTraits, ModelRecord, ServedBlocks
-from swarmllm.errors import ConfigurationError, SwarmError, UnsupportedModelError
+from swarmllm.errors import CacheFullError, ConfigurationError, SwarmError, UnsupportedModelError
 from swarmllm.network.p2p import verified_peers
 
 pytestmark = pytest.mark.rotates(3, whole_file=True)
@@ -53,15 +56,7 @@ def source(batch: int = 2, length: int = 9) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"do_sample": False},
-        {"do_sample": True, "temperature": 2.0},
-        {"do_sample": False, "num_beams": 3, "num_return_sequences": 2},
-        {"do_sample": True, "num_beams": 2},
-        {"do_sample": False, "prompt_lookup_num_tokens": 3},
-    ],
-    ids=["greedy", "sampling", "beams", "sampled beams", "prompt lookup"],
+    "options", [{"do_sample": True, "temperature": 2.0}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=str
 )
 def test_tokens_are_those_of_the_local_model(model: Any, local: PreTrainedModel, options: dict[str, Any]) -> None:
     given = source(1 if "prompt_lookup_num_tokens" in options else 2)
@@ -71,6 +66,17 @@ def test_tokens_are_those_of_the_local_model(model: Any, local: PreTrainedModel,
         results.append(one.generate(**given, max_new_tokens=12, **options))
     assert results[1].tolist() == results[0].tolist()
     assert isinstance(model, T5ForConditionalGeneration)
+
+
+def test_several_texts_at_once(model: Any, local: PreTrainedModel) -> None:
+    """Sources of different lengths and rows, whose decode steps servers run together."""
+    random = torch.Generator().manual_seed(3)
+    sources = [torch.randint(3, 100, (rows, length), generator=random) for rows, length in ((1, 9), (2, 4), (1, 17))]
+    options = {"do_sample": False, "max_new_tokens": 12, "num_beams": 2}
+    wanted = [local.generate(input_ids=source, **options).tolist() for source in sources]
+    with ThreadPoolExecutor(len(sources)) as pool:
+        found = pool.map(lambda source: model.generate(input_ids=source, **options).tolist(), sources)
+    assert list(found) == wanted
 
 
 def test_forward_and_continued_forward(model: Any, local: PreTrainedModel) -> None:
@@ -164,6 +170,41 @@ def test_older_servers_are_refused_before_anything_is_computed(
 
 async def _look(model: Any) -> Any:
     return model.swarm.look_ups.snapshot
+
+
+def test_servers_and_clients_refuse_with_the_reason(tmp_path: Path) -> None:
+    """Before anything is computed; `test_architectures` has all that are refused."""
+    name = REFUSED_ENCODER_DECODERS[0]
+    directory = str(save_tiny_model(name, tmp_path))
+    with pytest.raises(SwarmError, match=f"{name} can't be split over servers: it"):
+        LocalSwarm(directory, spans=[(0, 2)], **OPTIONS).start()
+    with pytest.raises(UnsupportedModelError, match=f"{name} can't be split over servers: it"):
+        AutoDistributedModel.from_pretrained(directory, initial_peers=["/ip4/127.0.0.1/tcp/9/p2p/12D3KooW"])
+
+
+def test_what_an_encoder_gave_is_leased_bounded_and_freed(tmp_path: Path) -> None:
+    directory = str(save_tiny_model("bart", tmp_path))
+    with (
+        LocalSwarm(directory, spans=[(0, 7)], metrics_port=0, attn_cache_tokens=256, **OPTIONS) as swarm,
+        AutoDistributedModel.from_pretrained(
+            directory, client_config=ClientConfig(initial_peers=swarm.initial_peers, route_timeout_s=1)
+        ) as model,
+    ):
+        (server,) = swarm.servers
+        sources = [torch.randint(3, 100, (1, length)) for length in (10, 100)]
+        leased = []
+        for source in sources:
+            with torch.no_grad():
+                cache = model(input_ids=source, decoder_input_ids=torch.ones(1, 1, dtype=torch.long), use_cache=True)
+            leased.append(counter(server, "cache_leased_bytes"))
+            del cache
+            wait_until(lambda: counter(server, "cache_leased_bytes") == 0, "the lease's end")
+            model.generate(input_ids=source, max_new_tokens=4)
+            wait_until(lambda: counter(server, "cache_leased_bytes") == 0, "the lease's end")
+        assert leased[1] > leased[0] > 0
+        with pytest.raises(CacheFullError):
+            model.generate(input_ids=torch.randint(3, 100, (64, 120)), max_new_tokens=4)
+        assert counter(server, "cache_leased_bytes") == 0
 
 
 def test_a_class_for_a_sequence_through_both_stacks(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Generation over real server processes gives the tokens of the local model, whatever way it takes."""
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 ARCHITECTURES = [
     "gemma3_text",  # always: two kinds of attention
-    *sampled(["mixtral", "bloom", "gpt2", "qwen3_next", "llama", "qwen3", "gemma2", "falcon", "gpt_oss"], 9),
+    *sampled(["bloom", "qwen3_next", "gpt_oss"], 3),  # no rotary embeddings, recurrent states, experts and sinks
 ]
 
 
@@ -185,16 +184,6 @@ def test_prompts_of_many_lengths(llama: Path, swarm: LocalSwarm, local: PreTrain
             for row in range(3):
                 mask[row, : min(row, length - 1)] = 0
             assert_same_tokens(model, local, padded, attention_mask=mask, max_new_tokens=2)
-
-
-def test_threads_generate_at_the_same_time(model: Any, local: PreTrainedModel) -> None:
-    prompts = [prompt(1, 5 + index, seed=index) for index in range(6)]
-    expected = [local.generate(ids, max_new_tokens=20, do_sample=False).tolist() for ids in prompts]
-
-    with ThreadPoolExecutor(len(prompts)) as threads:
-        generated = threads.map(lambda ids: model.generate(ids, max_new_tokens=20, do_sample=False).tolist(), prompts)
-
-    assert list(generated) == expected
 
 
 def test_a_server_of_its_own_choice_completes_the_swarm(llama: Path, local: PreTrainedModel) -> None:

@@ -1,6 +1,5 @@
 """Some blocks on the client's machine, the others on real servers: the local model's logits, gradients and text."""
 
-import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -80,35 +79,6 @@ def test_a_padded_batch(mixed: Any, local: PreTrainedModel) -> None:
     with torch.no_grad():
         logits = mixed(ids, attention_mask=mask).logits
     assert torch.equal(logits[mask.bool()], local(ids, attention_mask=mask).logits[mask.bool()])
-
-
-def test_a_session_that_rolls_back(mixed: Any, local: PreTrainedModel) -> None:
-    ids, others = prompt(1, 20), prompt(1, 20, seed=3)
-    with mixed.inference_session(max_length=64) as session:
-        first = mixed.head(session.step(mixed.embed(ids)))
-        torch.testing.assert_close(first, local(ids).logits)
-        session.position = 7
-        changed = torch.cat([ids[:, :7], others[:, 7:]], dim=1)
-        second = mixed.head(session.step(mixed.embed(others[:, 7:])))
-        torch.testing.assert_close(second, local(changed).logits[:, 7:])
-        assert session.position == 20
-        assert {hop.span.start for hop in session.route}
-        with pytest.raises(ConfigurationError, match="only be set back"):
-            session.position = 21
-        again = mixed.generate(changed, max_new_tokens=6, do_sample=False)
-        assert again.tolist() == generate_seeded(local, changed, max_new_tokens=6).tolist()
-
-
-def test_a_cache_that_is_continued(mixed: Any, local: PreTrainedModel) -> None:
-    """It was a batch at first, of which nothing was kept; and it is copied."""
-    ids = prompt(2, 12)
-    outputs = mixed(ids[:, :8])
-    twin = copy.deepcopy(outputs.past_key_values)
-    for cache in (outputs.past_key_values, twin):
-        with torch.no_grad():
-            logits = mixed(ids[:, 8:], past_key_values=cache).logits
-        torch.testing.assert_close(logits, local(ids).logits[:, 8:])
-        assert cache.get_seq_length() == 12
 
 
 @pytest.mark.parametrize("guesses", ["itself", "ngram"])

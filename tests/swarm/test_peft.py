@@ -10,8 +10,6 @@ import peft
 import pytest
 import torch
 from swarm_models import NUM_BLOCKS, OPTIONS, connected, load_local, prompt, save_llama
-from tests.numerics.tiny_models import save_tiny
-from tests.selection import sampled
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -26,31 +24,15 @@ pytestmark = pytest.mark.filterwarnings(
 
 INSIDE: dict[str, Callable[[list[str]], peft.PeftConfig]] = {
     "LoRA": lambda names: peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear"),
-    "rsLoRA": lambda names: peft.LoraConfig(
-        task_type="CAUSAL_LM", r=4, lora_alpha=16, use_rslora=True, target_modules=names
-    ),
     "IA3": lambda names: peft.IA3Config(task_type="CAUSAL_LM", target_modules=names, feedforward_modules=names[-1:]),
-    "LoHa": lambda names: peft.LoHaConfig(task_type="CAUSAL_LM", r=4, target_modules=names),
-    "DoRA": lambda names: peft.LoraConfig(task_type="CAUSAL_LM", r=4, use_dora=True, target_modules=names),
-    "LoKr": lambda names: peft.LoKrConfig(task_type="CAUSAL_LM", r=2, target_modules=names),
     "OFT": lambda names: peft.OFTConfig(task_type="CAUSAL_LM", oft_block_size=8, target_modules=names),
-    "biases of adapters": lambda names: peft.LoraConfig(
-        task_type="CAUSAL_LM", r=2, lora_bias=True, target_modules=names
-    ),
     "prefix tuning": lambda _: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5),
     "projected prefix tuning": lambda _: peft.PrefixTuningConfig(
         task_type="CAUSAL_LM", num_virtual_tokens=5, prefix_projection=True, encoder_hidden_size=16
     ),
 }
-"""By the names of linear modules to change, the last of them in the feed-forward part."""
-OUTSIDE: dict[str, Callable[[list[str]], peft.PeftConfig]] = {
-    "prompt tuning": lambda _: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5),
-    "p-tuning": lambda _: peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=5, encoder_hidden_size=16),
-    "LoRA and a whole head": lambda names: peft.LoraConfig(
-        task_type="CAUSAL_LM", r=4, target_modules=names, modules_to_save=["lm_head"]
-    ),
-    "trainable tokens": lambda _: peft.TrainableTokensConfig(task_type="CAUSAL_LM", token_indices=[3, 7, 9]),
-}
+"""One of each way in which adapters travel, by the names of linear modules to change, the last of them in the
+feed-forward part. `tests/numerics/training_contract` has every method of peft."""
 
 
 def tuned(model: PreTrainedModel, config: peft.PeftConfig) -> Any:
@@ -233,21 +215,12 @@ def test_two_clients_train_different_adapters_at_once_while_a_third_generates(ll
             torch.testing.assert_close(together[seed][name], value)
 
 
-REFUSED: dict[str, tuple[peft.PeftConfig, str]] = {
-    "PiSSA": (peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="pissa"), "PiSSA"),
-    "HRA": (peft.HRAConfig(target_modules=["q_proj"]), "can't run on servers"),
-    "dropout of LoHa": (peft.LoHaConfig(r=2, target_modules=["q_proj"], rank_dropout=0.1), "set it to 0"),
-}
-
-
-@pytest.mark.parametrize("method", sampled(list(REFUSED), 3, always=["HRA"]))
-def test_what_servers_cannot_compute_is_refused_in_one_sentence(method: str, model: Any, llama: Path) -> None:
-    config, reason = REFUSED[method]
+def test_what_servers_cannot_compute_is_refused_in_one_sentence(model: Any, llama: Path) -> None:
     with connected(llama, list(model.swarm.config.initial_peers)) as client:
-        with pytest.raises(ConfigurationError, match=reason):
-            peft.get_peft_model(client, config).train()(input_ids=prompt(), labels=prompt())
+        with pytest.raises(ConfigurationError, match="can't run on servers"):
+            peft.get_peft_model(client, peft.HRAConfig(target_modules=["q_proj"]))
         with torch.no_grad():
-            assert model(prompt(), use_cache=False).logits.isfinite().all()
+            assert client(prompt(), use_cache=False).logits.isfinite().all()
 
 
 def test_only_a_head_is_trained_without_a_single_backward_call(
@@ -259,42 +232,6 @@ def test_only_a_head_is_trained_without_a_single_backward_call(
         model.lm_head.weight.requires_grad_(True)
         model(prompt(), labels=prompt()).loss.backward()
         assert model.lm_head.weight.grad.abs().sum() > 0
-
-
-LINEAR = {
-    "llama": ["q_proj", "v_proj", "down_proj"],
-    "gpt2": ["c_attn", "c_fc"],
-    "bloom": ["query_key_value", "dense_4h_to_h"],
-    "falcon": ["query_key_value", "dense_4h_to_h"],
-    "opt": ["q_proj", "v_proj", "fc2"],
-    "qwen3": ["q_proj", "v_proj", "down_proj"],
-    "gemma2": ["q_proj", "v_proj", "down_proj"],
-    "phi": ["q_proj", "v_proj", "fc2"],
-    "olmo2": ["q_proj", "v_proj", "down_proj"],
-}
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::UserWarning")  # peft has some to say about tied embeddings and Conv1D
-@pytest.mark.parametrize("model_type", LINEAR)
-def test_every_method_on_every_architecture(model_type: str, tmp_path: Path) -> None:
-    save_tiny(model_type, tmp_path)
-    failures: dict[str, str] = {}
-    with LocalSwarm(tmp_path, spans=[(0, 2), (2, 4)], **OPTIONS) as swarm:
-        ids = prompt(2).clamp_max(99)
-        with connected(tmp_path, swarm.initial_peers) as client:
-            before = client(ids, use_cache=False).logits.detach()
-        for method, make in (INSIDE | OUTSIDE).items():
-            if model_type == "gpt2" and method in ("LoHa", "LoKr", "OFT"):
-                continue  # peft has none for Conv1D
-            with connected(tmp_path, swarm.initial_peers) as client:
-                try:
-                    assert_same(client, load_local(tmp_path), make(LINEAR[model_type]), ids)
-                except (AssertionError, ValueError, RuntimeError) as error:
-                    failures[method] = f"{type(error).__name__}: {error!s:.300}"
-        with connected(tmp_path, swarm.initial_peers) as client:
-            assert torch.equal(client(ids, use_cache=False).logits.detach(), before), "servers update nothing"
-    assert not failures
 
 
 @pytest.mark.slow

@@ -233,21 +233,6 @@ def test_a_text_that_is_done_leaves_no_session_behind(llama: Path, swarm: LocalS
             gc.enable()
 
 
-def test_sessions_do_not_mix(model: Any, local: PreTrainedModel) -> None:
-    texts = [prompt(1, 9, seed=seed) for seed in range(4)]
-    sessions = [model.inference_session(max_length=64) for _ in texts]
-    logits: list[list[torch.Tensor]] = [[] for _ in texts]
-    with torch.no_grad():
-        embedded = [model.get_input_embeddings()(ids) for ids in texts]
-        for cut in range(0, 9, 3):
-            for session, hidden, pieces in zip(sessions, embedded, logits, strict=True):
-                pieces.append(model.head(session.step(hidden[:, cut : cut + 3])))
-        for ids, pieces in zip(texts, logits, strict=True):
-            torch.testing.assert_close(torch.cat(pieces, dim=1), local(ids).logits)
-    for session in sessions:
-        session.close()
-
-
 def test_a_server_promises_the_memory_that_it_may_use(llama: Path, local: PreTrainedModel) -> None:
     limit = 0.0043  # GB
     with (

@@ -18,12 +18,9 @@ pytestmark = pytest.mark.rotates(3, whole_file=True)
 SPANS = [(0, 1), (1, 3), (3, 4)]
 
 
-@pytest.fixture(
-    scope="module",
-    params=["qwen3_vl", "gemma3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llava", "paligemma"))],
-)
+@pytest.fixture(scope="module", params=["qwen3_vl", "gemma3"])
 def local(request: pytest.FixtureRequest) -> PreTrainedModel:
-    """With what is added between blocks and three axes of positions; with masks of two kinds; and plainer ones."""
+    """With what is added between blocks and three axes of positions; and with masks of two kinds."""
     return tiny_model(request.param)
 
 
@@ -39,21 +36,11 @@ def model(local: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> I
         yield model
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"do_sample": False},
-        {"do_sample": True, "temperature": 2.0},
-        {"do_sample": False, "num_beams": 3, "num_return_sequences": 2},
-    ],
-    ids=["greedy", "sampling", "beams"],
-)
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3, "num_return_sequences": 2}], ids=["greedy", "beams"])
 def test_tokens_are_those_of_the_local_model(model: Any, local: PreTrainedModel, options: dict[str, Any]) -> None:
-    given, results = inputs_of(local), []
-    for one in (local, model):
-        torch.manual_seed(3)
-        results.append(one.generate(**given, max_new_tokens=12, **options))
-    assert results[1].tolist() == results[0].tolist()
+    given = inputs_of(local)
+    expected, found = (one.generate(**given, max_new_tokens=12, do_sample=False, **options) for one in (local, model))
+    assert found.tolist() == expected.tolist()
     assert isinstance(model, DistributedModelForCausalLM)
     assert isinstance(model, type(local))
 

@@ -447,7 +447,7 @@ class DeviceThread:
         step_ms: StepMs | None = None,
         forward_ms: ForwardMs | None = None,
     ) -> None:
-        """Go by these figures from the next forward on; called by a call that has measured them.
+        """Use these numbers from the next forward on; called by a call that has measured them.
 
         `doubling_tokens` and `beside_decode` (`max_prefill_tokens_beside_decode`) are of `Budget`; decode steps are
         compared with `step_ms`, long forwards with `forward_ms`.
