@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from fault_tools import Doom, Faulty, at_token
 from swarm_models import connected, generate_seeded, prompt, save_head_beside
-from tests.swarm.test_speculation import FixedPlanner
+from tests.planners import FixedPlanner
 from transformers import PreTrainedModel
 
 pytestmark = pytest.mark.rotates(3, whole_file=True)
