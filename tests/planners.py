@@ -1,4 +1,4 @@
-"""Planners of guesses for tests: one notes what becomes of guesses, one also runs ahead however near the servers are."""
+"""Planners of guesses for tests: one notes what becomes of guesses, one also runs ahead however near all is."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -111,7 +111,7 @@ def test_a_conversation_goes_on_in_its_session(ahead: Any, by_head: Any, local: 
             longer = torch.cat([first, prompt(1, 4, seed=2)], dim=1)
             assert_same_tokens(model, local, longer, max_new_tokens=NUM_TOKENS)
             assert session.num_repairs == 0
-            wait_until(lambda session=session: not session.chains[0]._in_flight, "the end of what was under way")
+            wait_until(lambda session=session: session.num_under_way == 0, "the end of what was under way")
 
 
 def test_a_far_swarm_has_the_head_guess_by_itself(with_head: Path, swarm: LocalSwarm, local: PreTrainedModel) -> None:
