@@ -90,7 +90,7 @@ if TYPE_CHECKING:
         Span,
         SwarmSnapshot,
     )
-    from swarmllm.decoding.processors import processors_before, processors_behind, tokens_with
+    from swarmllm.decoding.methods import processors_before, processors_behind, tokens_with
     from swarmllm.models.architecture import (
         Task,
         cache_argument,
@@ -155,9 +155,9 @@ _HOMES = {
     "open_checkpoint": "swarmllm.models.checkpoint.checkpoint",
     "InferenceSession": "swarmllm.client.session.inference_session",
     "RemoteCache": "swarmllm.models.shell.remote_cache",
-    "processors_before": "swarmllm.decoding.processors",
-    "processors_behind": "swarmllm.decoding.processors",
-    "tokens_with": "swarmllm.decoding.processors",
+    "processors_before": "swarmllm.decoding.methods",
+    "processors_behind": "swarmllm.decoding.methods",
+    "tokens_with": "swarmllm.decoding.methods",
     "Connection": "swarmllm.client.view.connection",
     "SwarmView": "swarmllm.client.view.swarm_view",
     "RouteHop": "swarmllm.data_structures",

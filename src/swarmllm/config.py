@@ -23,8 +23,8 @@ of its possible speed. At 0.9 a server in a changing swarm still moves less than
 COMPRESSIONS = ("auto", "none", "int8")
 RENEWAL_PERIODS = 0.5
 RECORD_PERIODS = 1.25
-"""In update periods: time between announcements, and lifetime of an announcement. A crash shows within 1.25 periods. A
-server that misses one announcement in a busy moment doesn't vanish."""
+"""RENEWAL_PERIODS: time between two announcements, in update periods. RECORD_PERIODS: lifetime of an announcement. So a
+crash shows within 1.25 periods, and a busy server that misses one announcement doesn't vanish."""
 
 
 def in_file(default: Any) -> Any:
@@ -110,7 +110,7 @@ def require_directory_or_hub_id(name_or_path: str) -> None:
 def require_model_place(model: str) -> None:
     """Raise ConfigurationError if the name looks like a directory that doesn't exist. For commands.
 
-    Opening the model would tell as well, but importing torch for that takes seconds.
+    Opening the model finds this, too, but only after torch was imported, which takes seconds.
     """
     if model.endswith(".gguf"):  # perhaps one of several files
         return
@@ -199,8 +199,8 @@ class SwarmConfig:
     """Name of a private swarm. It decides under which keys servers are announced and found. Only an invite sets it,
     because others can read command lines. None = the public swarm of the model."""
     identity_path: str | None = None
-    """File with the key behind this peer's id; created if missing. The key is an Ed25519 key. Servers with
-    --allowed_clients know a client by it. None = a new id at each start."""
+    """File with the Ed25519 key that gives this peer its id; created if missing. Servers with --allowed_clients know a
+    client by this id. None = a new id at each start."""
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -232,8 +232,8 @@ class ClientConfig(SwarmConfig):
     """How a client uses servers."""
 
     contributor_identity: str | None = None
-    """Identity file of a server of yours that serves this model. Busy servers serve clients of contributors first. All
-    clients of one contributing server share one turn."""
+    """Identity file of a server of yours that serves this model. Busy servers serve the clients of such servers first.
+    All clients of one such server together have the share of one client."""
     allowed_servers: tuple[str, ...] | None = None
     """Peer ids of the only servers to use; None = any."""
     blocked_servers: tuple[str, ...] = ()
@@ -244,8 +244,7 @@ class ClientConfig(SwarmConfig):
     step_timeout_s: float = in_file(300.0)
     """Longest time for one step, in seconds, while its servers answer pings. A slow server is not a dead one."""
     route_timeout_s: float = in_file(20.0)
-    """Seconds to wait for servers of missing blocks. Then a MissingBlocksError is raised, also if all announced servers
-    of some blocks fail."""
+    """Seconds to wait until each block has a server that works. Then a MissingBlocksError is raised."""
     start_timeout_s: float = in_file(600.0)
     """Seconds to wait for a swarm that is still starting. At most a minute of it is for finding one on the local
     network, the rest for blocks that servers announce as loading. Assumed: a disk reads 300 GB in this time."""
@@ -254,12 +253,12 @@ class ClientConfig(SwarmConfig):
     ban_s: float = in_file(15.0)
     """Seconds to avoid a peer after its first fault. Doubles with each further fault, at most 16-fold."""
     update_period_s: float = in_file(30.0)
-    """Seconds after which what was read from the DHT is stale."""
+    """Seconds until the list of servers from the DHT is read again."""
     ping_period_s: float = in_file(10.0)
     """Seconds between rounds of pings, of at most 8 servers, while the client is in use."""
     min_gain_to_move: float = in_file(0.25)
-    """Share by which another route must be faster for a session to move to it; 1 = never. The rest of the text must be
-    worth the move as well. With lower values, sessions follow every change of load."""
+    """Share by which another route must be faster for a session to move to it; 1 = never. The time saved on the rest of
+    the text must also be longer than the move takes. With low values, sessions follow every change of load."""
     max_parallel_routes: int = in_file(4)
     """Most routes over which one forward or backward is split. The routes may share servers."""
     prefill_chunk_tokens: int = in_file(128)
@@ -273,7 +272,7 @@ class ClientConfig(SwarmConfig):
     """Compute padding in forwards, as local models do. Needed only if you use the outputs of padding, for example in an
     average. It costs time. Generated texts are the same; see docs/training.md."""
     push: bool = in_file(True)
-    """Let servers send hidden states and gradients to each other directly. If not, the client relays everything."""
+    """Servers send hidden states and gradients to each other directly. If false, the client relays everything."""
     speculation: str = "auto"
     """Guess the next tokens and check several at once: auto, off, ngram, mtp, or a small model. Speculation never
     changes the text. "ngram" guesses from the text so far, "mtp" with the checkpoint's head for multi-token
@@ -290,7 +289,7 @@ class ClientConfig(SwarmConfig):
     """Model that continues a text on this machine if the swarm can't be repaired. Hub id or directory, with the same
     tokenizer. It can be a smaller model of the family."""
     fallback_after: int | None = in_file(None)
-    """Repairs of one text after which the local model takes over in any case. None = never because of their number."""
+    """Number of repairs of one text after which the local model takes over. None = no limit."""
     active_adapter: str | None = None
     """Name of an adapter that servers offer, as `swarmllm status` shows it. It is a hub id, or the name of a directory.
     Only servers that offer it are used, all with the same version."""
@@ -300,13 +299,13 @@ class ClientConfig(SwarmConfig):
     than 150 Mbit/s, and leaves the direction from servers to their own `--compression`. With `verify_fraction`,
     "auto" means "none"."""
     verify_fraction: float = in_file(0.0)
-    """Share of steps and forwards to recompute on other servers, 0 to 1, to find servers that lie. See
-    batches/spot_checks. Forwards are relayed then, whatever `push` says, because a server could show this client
-    something else than it passes on. docs/security.md says why it is off by default."""
+    """Share of steps and forwards to recompute on other servers, 0 to 1, to find servers that lie. Forwards are relayed
+    then, even if `push` is true: otherwise a server could show this client one result and pass on another.
+    docs/security.md says why it is off by default."""
     verify_tolerance: float = in_file(0.15)
-    """Largest relative error of a position's hidden states in such a check. With `verify_fraction`, servers whose
-    weights may honestly differ by more are not used. The default allows weights in 8 bits; 0.5 also allows nf4 and
-    int4, 0.1 only bfloat16, 0.001 only float32."""
+    """Largest relative error of a position's hidden states in a check of `verify_fraction`. Servers are not used if
+    their format of weights alone can cause a larger error. The default allows weights in 8 bits; 0.5 also allows nf4
+    and int4, 0.1 only bfloat16, 0.001 only float32."""
     max_message_bytes: int = in_file(256 << 20)
     """Largest message to accept from a server, in bytes."""
 
@@ -329,7 +328,7 @@ class ClientConfig(SwarmConfig):
             raise ConfigurationError('speculation must be "auto", "off", "ngram", "mtp" or a draft model')
         parse_block_ranges(self.local_blocks or "")
         if self.fallback_after is not None and self.fallback_to_local is None:
-            raise ConfigurationError("fallback_after goes with fallback_to_local, the model that goes on")
+            raise ConfigurationError("fallback_after needs fallback_to_local, the model that continues the text")
         if self.active_adapter == "":
             raise ConfigurationError("active_adapter is empty: name one that servers offer, or leave it out")
         if not 0 <= self.activation_noise < float("inf"):
@@ -340,9 +339,8 @@ class ClientConfig(SwarmConfig):
             raise ConfigurationError(f"verify_tolerance must be above 0 and below 1, not {self.verify_tolerance}")
         require_known("compression", self.compression, COMPRESSIONS)
         if self.verify_fraction and self.compression == "auto":
-            object.__setattr__(
-                self, "compression", "none"
-            )  # checks compare closely, so nothing may be rounded on the way
+            # checks compare closely, so nothing may be rounded on the way
+            object.__setattr__(self, "compression", "none")
         if not 0 <= self.min_gain_to_move <= 1:
             raise ConfigurationError(f"min_gain_to_move must be 0 to 1, not {self.min_gain_to_move}")
         if self.max_retries < 0 or self.ban_s < 0 or self.start_timeout_s < 0:
@@ -361,7 +359,7 @@ class ClientModelConfig(ModelConfig, ClientConfig):
     """A model, and how a client uses its servers."""
 
     device: str = "cpu"
-    """Torch device of the client's part (embeddings, final norm, head); auto = a GPU if there is one. Worth it for
+    """Torch device of the client's part (embeddings, final norm, head); auto = a GPU if there is one. A GPU helps with
     large models: the head of a 70B model reads 2.1 GB for each token."""
 
 
@@ -376,10 +374,10 @@ class PeerConfig(SwarmConfig):
     announce_maddrs: tuple[str, ...] | None = None
     """Multiaddresses to announce instead, for example those of a port forwarding."""
     relay: bool = True
-    """Relay bytes between peers that can't reach each other. Only to servers that have asked for it. The bytes are
-    encrypted from end to end."""
+    """Relay bytes between peers that can't reach each other. This peer relays only to servers that have asked it to.
+    The bytes are encrypted from end to end."""
     relay_mbps: float = 100.0
-    """Most megabits a second to relay, for all peers together. Assumed: what a home or a small machine can spare."""
+    """Most megabits a second to relay, for all peers together. Assumed: a home or a small machine can spare as much."""
     stop_on_stdin_eof: bool = field(default=False, metadata={"hidden": True})
     """Stop when standard input closes: ties a peer to the program that started it."""
 

@@ -144,7 +144,7 @@ MAX_DIGESTS = 512
 """Most blocks of a server that announces their digests: 2 KB of a record that may have 8. Larger servers announce
 none."""
 MAX_ROUND_TRIPS = 16
-"""Most adapters that one server announces: 1 KB of a record that may have 8."""
+"""Most round trips that one server announces: 1 KB of a record that may have 8."""
 
 
 class ServerInfo(PeerModel):
@@ -168,14 +168,14 @@ class ServerInfo(PeerModel):
     queue_ms: Milliseconds = 0.0
     """Milliseconds that a step waits for its turn at present."""
     wake_s: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)] = 0.0
-    """Milliseconds to load the blocks again, which were unloaded because nobody used them. `queue_ms` includes it. 0 =
-    they are loaded."""
+    """Seconds to load the blocks again, which were unloaded because nobody used them; `queue_ms` includes them. 0 = the
+    blocks are loaded."""
     step_ms_p95: Milliseconds = 0.0
     """95th percentile of the time of recent decode steps, waiting included; 0 = none yet."""
     tokens_served: Annotated[int, Field(ge=0, le=1 << 53)] = 0
     """Positions computed in sessions since the start."""
     failures_seen: Annotated[int, Field(ge=0, le=1 << 53)] = 0
-    """Failed steps and forwards since the start, whoever caused them."""
+    """Failed steps and forwards since the start, also those that a client caused."""
     speed_share: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 1.0
     """Share of its speed that a server with `--nice` has left while its owner's programs need the machine. The speeds
     above include it. 0 = paused: used only if nobody else serves these blocks."""
@@ -188,8 +188,8 @@ class ServerInfo(PeerModel):
     max_batch_tokens: Annotated[int, Field(ge=1, le=1 << 30)] = 8192
     """Most tokens of one forward or backward request."""
     batch_tokens: Annotated[int, Field(ge=0, le=1 << 30)] = 0
-    """Tokens of a forward below which fewer tokens take hardly less time; 0 = not told. CPUs don't tell, because the
-    number is small there."""
+    """Number of tokens below which a forward hardly gets faster; 0 = not told. CPUs don't tell, because the number is
+    small there."""
     dtype: Annotated[PeerText, Field(max_length=32)] = "float32"
     quant_type: Annotated[PeerText, Field(max_length=32)] = "none"
     version: Annotated[PeerText, Field(max_length=32)] = ""
@@ -243,7 +243,7 @@ class ServerInfo(PeerModel):
 
 
 class ServedBlocks(PeerModel):
-    """A server's own statement in its greeting. Its record could be anybody's invention."""
+    """The blocks that a server names in its greeting. Its record in the DHT could be anybody's invention."""
 
     start: Annotated[int, Field(ge=0, le=MAX_BLOCKS)]
     end: Annotated[int, Field(ge=1, le=MAX_BLOCKS)]
@@ -253,7 +253,7 @@ class ServedBlocks(PeerModel):
     """True if the blocks must be loaded again before a request is answered, because nobody used them for long."""
 
     def confirms(self, server: ServerInfo) -> bool:
-        """True if this agrees with the announcement."""
+        """True if the greeting agrees with the announcement."""
         loaded = self.traits is not None or server.state != ServerState.ONLINE
         return loaded and (self.start, self.end) == (server.start, server.end)
 

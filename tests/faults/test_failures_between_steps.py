@@ -11,10 +11,9 @@ import pytest
 import torch
 from swarm_in_process import CLIENT, Blocks, InProcessSwarm, Reference, Server
 
-from swarmllm.client.session.hop import Hop
 from swarmllm.client.session.in_flight import InFlight
 from swarmllm.client.session.inference_session import InferenceSession
-from swarmllm.client.session.open_route import OpenRoute
+from swarmllm.client.session.open_route import Hop, OpenRoute
 from swarmllm.errors import PeerTimeoutError, ServerOutOfMemoryError, SwarmError
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.network.wire import liveness

@@ -43,7 +43,7 @@ from swarmllm.network.wire.compression import THREAD_BYTES, compress
 from swarmllm.network.wire.protocol import FrameStream, Message, MessageType
 from swarmllm.server.device.scheduler import Priority
 from swarmllm.server.peers import peer_limits
-from swarmllm.server.sessions import session_table
+from swarmllm.server.sessions import session as session_module
 from swarmllm.server.sessions.kv_cache import MESSAGE_BYTES
 from swarmllm.server.streams.input_checks import InputChecks
 
@@ -113,7 +113,7 @@ async def test_the_token_gives_no_more_than_a_predecessor_needs(blocks: BlockSpa
 
 async def test_session_flood(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
     """One peer has so many sessions and no more, over all its streams; they are free again when it has gone."""
-    monkeypatch.setattr(session_table, "MAX_SESSIONS_PER_PEER", 5)
+    monkeypatch.setattr(session_module, "MAX_SESSIONS_PER_PEER", 5)
     async with serving(blocks) as server:
         streams = [await server.connect(MALLORY) for _ in range(2)]
         codes = []
@@ -463,7 +463,7 @@ async def test_a_session_that_can_not_be_made_leases_nothing(
 
     async with serving(blocks) as server:
         with monkeypatch.context() as patch:
-            patch.setattr(session_table, "Session", lacks)
+            patch.setattr(session_module, "Session", lacks)
             stream = await server.connect(MALLORY)
             refused = await ask(stream, MessageType.OPEN, open_header(SESSION, ALL))
             assert error_code(refused) == ServerOutOfMemoryError.code

@@ -9,9 +9,8 @@ from web_gateway import RunningGateway
 
 from swarmllm.client.distributed_model import DistributedModelForCausalLM
 from swarmllm.client.text_generation import TextConfig
-from swarmllm.decoding.methods import Dry
+from swarmllm.decoding.methods import Dry, tokens_with
 from swarmllm.decoding.options import DEFAULTS, DecodingOptions
-from swarmllm.decoding.processors import tokens_with
 from swarmllm.gateway.apis.chat_request import ChatRequest
 from swarmllm.gateway.apis.request_bodies import CompletionRequest
 from swarmllm.gateway.sampling import Sampler, SamplingOptions
@@ -91,10 +90,10 @@ def test_a_seed_is_one_text_of_each_row(gateway: RunningGateway, options: dict[s
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ({"mirostat_mode": 2}, "mirostat_mode chooses among tokens that are drawn: give a temperature above 0"),
+        ({"mirostat_mode": 2}, "mirostat_mode has an effect only if tokens are sampled: give a temperature above 0"),
         ({"temperature": 1, "mirostat_mode": 3}, "mirostat_mode"),
         ({"temperature": 1, "tfs_z": 1.5}, "tfs_z"),
-        ({"temperature": 1, "mirostat_tau": 3}, "mirostat_tau says nothing without mirostat_mode"),
+        ({"temperature": 1, "mirostat_tau": 3}, "mirostat_tau has no effect without mirostat_mode"),
         ({"temperature": 1, "xtc_probabilty": 0.5}, "did you mean 'xtc_probability'?"),
         ({"dry_multiplier": 1, "dry_sequence_breakers": ["x" * 65]}, "dry_sequence_breakers"),
     ],

@@ -203,8 +203,8 @@ def test_strings_that_end_a_repetition(plain: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"mirostat_mode": 2}, "mirostat_mode chooses among tokens that are drawn: give do_sample=True"),
-        ({"fsd_alpha": 0.5, "fsd_random_steps": 3}, "fsd_random_steps chooses among tokens that are drawn"),
+        ({"mirostat_mode": 2}, "mirostat_mode has an effect only if tokens are sampled: give do_sample=True"),
+        ({"fsd_alpha": 0.5, "fsd_random_steps": 3}, "fsd_random_steps has an effect only if tokens are sampled"),
         ({"do_sample": True, "mirostat_mode": 4}, "mirostat_mode must be at least 0 and at most 2, not 4"),
         ({"tfs": 0.5}, "tfs"),
     ],

@@ -12,12 +12,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swarmllm import embedded_model_path
-from swarmllm.client.speculative_generation import load_mtp_head, small_mtp_weights, wanted_mtp_weights
+from swarmllm.client.speculative_generation import (
+    find_mtp_weights,
+    load_mtp_head,
+    small_mtp_weights,
+    wanted_mtp_weights,
+)
 from swarmllm.demo.local_swarm import embedded_heldout_texts
 from swarmllm.errors import ConfigurationError, WeightsMismatchError
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.checkpoint.fingerprint import fingerprint
-from swarmllm.models.checkpoint.mtp_layouts import find_mtp_weights
 from swarmllm.speculation.drafters import DEEPEST, MAX_CONTEXT, MTP_KIND, MtpDrafter
 
 VOCABULARY = 128

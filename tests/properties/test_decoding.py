@@ -299,7 +299,7 @@ def test_a_value_of_another_kind_is_refused_by_name(name: str, value: object) ->
         ({"mirostat_mode": 2, "mirostat_tau": 0}, "mirostat_tau must be above 0, not 0"),
         ({"tfs_z": 1.1}, "tfs_z must be"),
         ({"fsd_alpha": -0.1}, "fsd_alpha must be"),
-        ({"dry_base": 2}, "dry_base says nothing without dry_multiplier: give it too"),
+        ({"dry_base": 2}, "dry_base has no effect without dry_multiplier: give dry_multiplier, too"),
         ({"fsd_alpha": 0.5, "mirostat_mode": 2}, "fsd_alpha and mirostat_mode both choose the token"),
         ({"dry_multiplier": 1, "dry_sequence_breakers": "\n"}, "dry_sequence_breakers must be a list of strings"),
     ],

@@ -27,8 +27,8 @@ from transformers import GenerationMixin, LogitsProcessorList, StoppingCriteria,
 from transformers.generation import GenerationMode, StopStringCriteria
 from transformers.generation.logits_process import LogitNormalization
 
+from swarmllm.decoding.methods import padding_lengths, processors_before, processors_behind, tokens_with
 from swarmllm.decoding.options import ADDED, DECODING_TOKENIZER, DecodingOptions
-from swarmllm.decoding.processors import padding_lengths, processors_before, processors_behind, tokens_with
 from swarmllm.errors import ConfigurationError
 from swarmllm.models.architecture import cache_argument, decoder_stack, has_vision
 from swarmllm.models.shell.remote_cache import RemoteCache

@@ -34,14 +34,14 @@ EXAMPLES = """examples:
   swarmllm status --initial_peers ADDRESS
   swarmllm status --model bigscience/bloom --json
 
-columns, of each server's whole span of blocks:
-  tokens/s  how many it computes of batches, as it measured
-  ms/token  what a token of one text takes there
-  p95 ms    the same for the slowest 5 % of its last steps, waiting included
-  served    tokens of texts since it began
-  failed    requests that failed there since then, whoever's fault it was
+columns, for all blocks of a server together:
+  tokens/s  tokens of large batches per second, as the server measured
+  ms/token  time of one token of one text
+  p95 ms    95 % of its last steps were ready within this time, with waiting
+  served    tokens of texts since its start
+  failed    failed requests since its start, for any reason
   cache     tokens of texts for which it has room
-  weights   the format that it keeps them in
+  weights   format of its weights
 """
 
 SECOND_LOOK_S = 1.0

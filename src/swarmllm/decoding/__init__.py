@@ -1,6 +1,5 @@
 """Ways to choose the next token that transformers lacks, as logits processors; and one list of options for them.
 
-options     the list: names, bounds, defaults; flags, fields of requests and of generate() are made from it
-processors  the processors that options ask for, in their order
-methods     the processors themselves, one class for each method
+options  the list: names, bounds, defaults; flags, fields of requests and of generate() are made from it
+methods  the processors, one class for each method, and those that given options ask for
 """

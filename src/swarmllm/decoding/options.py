@@ -18,10 +18,11 @@ DECODING_TOKENIZER = "decoding_tokenizer"
 def _option(
     default: Any, *, native: bool = False, draws: bool = False, of: str = "", flag: bool = False, **bounds: float
 ) -> Any:
-    """A field that is None unless it is given. `flag`: commands have a flag for it, not only a key of their file.
+    """A field that is None unless it is given.
 
-    `native`: transformers has it. `draws`: it has an effect only if tokens are sampled. `of`: the option that must be
-    given with it. `bounds`: ge, gt, le as in pydantic.
+    `default` is its value then. `native`: transformers has it, too. `draws`: it has an effect only if tokens are
+    sampled. `of`: the option that must be given with it. `flag`: commands have a flag for it, not only a key of their
+    file. `bounds`: ge, gt, le as in pydantic.
     """
     return field(
         default=None,
@@ -34,49 +35,51 @@ class DecodingOptions:
     """Ways to choose tokens."""
 
     min_p: float | None = _option(0.0, native=True, draws=True, flag=True, ge=0, le=1)
-    """Sample from tokens at least this likely, as a share of the likeliest."""
+    """Sample from tokens that are at least this share as likely as the likeliest."""
     typical_p: float | None = _option(1.0, native=True, draws=True, gt=0, le=1)
     """Sample from the most typical tokens with this share of probability. Meister et al. 2023."""
     epsilon_cutoff: float | None = _option(0.0, native=True, draws=True, ge=0, le=0.99)
-    """Sample from tokens at least this likely. Hewitt et al. 2022."""
+    """Sample from tokens with at least this probability. Hewitt et al. 2022."""
     eta_cutoff: float | None = _option(0.0, native=True, draws=True, ge=0, le=0.99)
-    """The same, less strict where many are unlikely. Hewitt et al. 2022."""
+    """Like epsilon_cutoff, but less strict where all tokens are unlikely. Hewitt et al. 2022."""
     top_n_sigma: float | None = _option(0.0, draws=True, ge=-1)
-    """Sample from scores this many deviations below the best. 0 or less: from all. Tang et al. 2024."""
+    """Sample from tokens with a score at most this many standard deviations below the best. 0 or less: from all. Tang
+    et al. 2024."""
     tfs_z: float | None = _option(1.0, draws=True, ge=0, le=1)
-    """Tail-free sampling: this share of curvature is no tail. 1: all is. Bricken 2019."""
+    """Tail-free sampling: keep this share of the curvature of the sorted probabilities; 1 = off. Bricken 2019."""
     xtc_probability: float | None = _option(0.0, draws=True, ge=0, le=1)
-    """XTC: how often the likeliest tokens are left out."""
+    """XTC: probability that the likeliest tokens are left out; 0 = off."""
     xtc_threshold: float | None = _option(0.1, of="xtc_probability", ge=0, le=1)
-    """Only the least likely of the tokens at least this likely stays."""
+    """XTC: of all tokens with at least this probability, only the least likely stays."""
     mirostat_mode: int | None = _option(0, draws=True, ge=0, le=2)
-    """1 or 2: sample so that texts are as surprising as mirostat_tau says. Basu et al. 2021."""
+    """Mirostat 1 or 2: keep the surprise per token near mirostat_tau; 0 = off. Basu et al. 2021."""
     mirostat_tau: float | None = _option(5.0, of="mirostat_mode", gt=0)
-    """Surprise in bits per token."""
+    """Mirostat: wanted surprise in bits per token."""
     mirostat_eta: float | None = _option(0.1, of="mirostat_mode", gt=0, le=1)
-    """How fast the text is steered there."""
+    """Mirostat: share of the error that is corrected at each token."""
     dry_multiplier: float | None = _option(0.0, ge=0)
-    """DRY: penalty of a token that goes on with a repetition."""
+    """DRY: penalty for a token that continues a repetition; 0 = off."""
     dry_base: float | None = _option(1.75, of="dry_multiplier", ge=1)
-    """Factor of the penalty for each further repeated token."""
+    """DRY: factor of the penalty for each further repeated token."""
     dry_allowed_length: int | None = _option(2, of="dry_multiplier", ge=1)
-    """Shortest repetition that has a penalty, in tokens."""
+    """DRY: shortest repetition that has a penalty, in tokens."""
     dry_penalty_last_n: int | None = _option(-1, of="dry_multiplier", ge=-1)
-    """Last tokens to search for repetitions. -1: all."""
+    """DRY: number of last tokens to search for repetitions; -1 = all."""
     dry_sequence_breakers: tuple[str, ...] | None = _option(("\n", ":", '"', "*"), of="dry_multiplier")
-    """Tokens that hold one of these end a repetition."""
+    """DRY: a token that contains one of these texts ends a repetition."""
     fsd_alpha: float | None = _option(0.0, ge=0, le=1)
-    """Frustratingly simple decoding: weight of what the text predicts. Yang et al. 2023."""
+    """Frustratingly simple decoding (FSD): penalty for tokens that the text so far predicts; 0 = off. Yang et al.
+    2023."""
     fsd_k: int | None = _option(6, of="fsd_alpha", ge=1)
-    """One of this many likeliest tokens is taken."""
+    """FSD: choose among this many likeliest tokens."""
     fsd_n: int | None = _option(3, of="fsd_alpha", ge=1, le=16)
-    """Tokens of the longest n-grams by which it predicts."""
+    """FSD: length of the longest n-grams that predict, in tokens."""
     fsd_beta: float | None = _option(0.9, of="fsd_alpha", ge=0, le=1)
-    """Weight of n-grams against shorter ones."""
+    """FSD: weight of each length of n-grams against the shorter ones."""
     fsd_random_steps: int | None = _option(0, of="fsd_alpha", draws=True, ge=0)
-    """First steps that may be sampled instead."""
+    """FSD: number of first steps in which tokens may be sampled instead."""
     fsd_random_probability: float | None = _option(0.5, of="fsd_random_steps", ge=0, le=1)
-    """How often they are sampled."""
+    """FSD: probability of sampling in each of these steps."""
 
     def __post_init__(self) -> None:
         for one in fields(DecodingOptions):
@@ -87,7 +90,7 @@ class DecodingOptions:
             # A switch that is off counts as given: many clients send all options that they know.
             of = one.metadata["of"]
             if of and getattr(self, one.name) is not None and getattr(self, of) is None:
-                raise ConfigurationError(f"{one.name} says nothing without {of}: give it too")
+                raise ConfigurationError(f"{one.name} has no effect without {of}: give {of}, too")
         if self.is_on("fsd_alpha") and self.is_on("mirostat_mode"):
             raise ConfigurationError("fsd_alpha and mirostat_mode both choose the token: give one of them")
 
@@ -101,12 +104,12 @@ class DecodingOptions:
         return cls(**{one.name: getattr(source, one.name, None) for one in fields(DecodingOptions)})
 
     def given(self) -> dict[str, Any]:
-        """The options that are not None."""
+        """Return the options that are not None."""
         found = {one.name: getattr(self, one.name) for one in fields(DecodingOptions)}
         return {name: value for name, value in found.items() if value is not None}
 
     def resolved(self) -> dict[str, Any]:
-        """All options, with defaults for those that are None."""
+        """Return all options, with defaults for those that are None."""
         return {**DEFAULTS, **self.given()}
 
     def is_on(self, name: str) -> bool:
@@ -115,17 +118,17 @@ class DecodingOptions:
         return value is not None and value != DEFAULTS[name] and not (name == "top_n_sigma" and value <= 0)
 
     def drawing(self) -> list[str]:
-        """The options that are on and have an effect only if tokens are sampled."""
+        """Return the names of options that are on and have an effect only if tokens are sampled."""
         return [one.name for one in fields(DecodingOptions) if one.metadata["draws"] and self.is_on(one.name)]
 
     def require_fitting(self, *, do_sample: bool, num_beams: int, mend: str = "give do_sample=True") -> None:
-        """Raises ConfigurationError if an option that is on has no effect in this kind of search.
+        """Raise ConfigurationError if an option that is on has no effect in this kind of search.
 
         Options that transformers has too are not checked here.
         """
         drawing = [name for name in self.drawing() if name in ADDED]
         if drawing and not do_sample:
-            raise ConfigurationError(f"{drawing[0]} chooses among tokens that are drawn: {mend}")
+            raise ConfigurationError(f"{drawing[0]} has an effect only if tokens are sampled: {mend}")
         for name in ("mirostat_mode", "fsd_alpha"):
             if num_beams > 1 and self.is_on(name):
                 raise ConfigurationError(f"{name} chooses each token of one text, so it can't be used with num_beams")

@@ -18,7 +18,7 @@ from swarmllm.network.wire.stream import traffic
 from swarmllm.server.announcer import OwnRecord
 from swarmllm.server.sessions.kv_cache import CacheBudget
 from swarmllm.server.sessions.prefix_cache import PrefixCache
-from swarmllm.server.sessions.session_table import SessionTable
+from swarmllm.server.sessions.session import SessionTable
 from swarmllm.swarm.block_map import state_name
 
 logger = logging.getLogger(__name__)

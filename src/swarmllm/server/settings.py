@@ -42,24 +42,24 @@ class BlocksConfig(ModelConfig):
     """Settings of blocks: format, devices, memory."""
 
     quant_type: str = "auto"
-    """Bits of weights: none, int8 (= auto), q8_0, q6_k, q5_k, q4_k …; "none" is in `dtype`, and int8 halves the memory.
-    q8_0 is the closest to "none", with 8.5 bits a weight; q6_k (6.6), q5_k (5.5) and q4_k (4.5) are llama.cpp's
-    formats, with scales found by search. Rows that are no multiple of 256 get another one, as in llama.cpp: q8_0 for
-    q6_k, 6 bits for q5_k, 5.5 for q4_k. nf4, q3.5 and int2 to int6 round without a search, and change small models much
-    (docs/benchmarks.md). llm_int8 has int8's weights, and rounds their inputs, too. Weights that the checkpoint has in
-    few bits stay as they are."""
+    """Format of weights in memory: none, int8 (= auto), q8_0, q6_k, q5_k, q4_k …; "none" keeps them in `dtype`. int8
+    takes half the memory of bfloat16. q8_0 is the closest to "none", with 8.5 bits a weight. q6_k (6.6 bits), q5_k
+    (5.5) and q4_k (4.5) are llama.cpp's formats, with scales found by search. If the length of a row is not a multiple
+    of 256, another format replaces them, as in llama.cpp: q8_0 for q6_k, 6 bits for q5_k, 5.5 for q4_k. nf4, q3.5 and
+    int2 to int6 round without a search, and change small models much (docs/benchmarks.md). llm_int8 has the weights of
+    int8, and rounds their inputs, too. Weights that the checkpoint stores in few bits stay as they are."""
     device: tuple[str, ...] = ("auto",)
-    """Torch devices; auto = all GPUs if there are any, else cpu. Each of several devices has a server process of its
-    own, with an even share of the blocks; `num_blocks` and `block_indices` are for all of them together, all other
-    settings are for each, and ports count up."""
+    """Torch devices; auto = all GPUs if there are any, else cpu. Each of several devices gets a server process of its
+    own, with an equal share of the blocks. `num_blocks` and `block_indices` count for all devices together, all other
+    settings for each of them. Each process takes the next port."""
     tensor_parallel: int = 1
-    """Devices that compute each block together, with some rows of its matrices each. More than 1: `--device` names that
-    many for each server, or cpu once, and each has a process of its own. For blocks that one device can't hold, or
-    reads too slowly; the first device runs everything else, and has the KV cache."""
+    """Number of devices that compute each block together. Each has some rows of its matrices, and a process of its own.
+    `--device` names that many devices for each server, or cpu once. Use it for blocks that one device can't hold, or
+    reads too slowly. The first device runs everything else, and has the KV cache."""
     offload: int | None = 0
-    """Blocks to keep out of the device's memory until they compute: in host memory if the device is a GPU, on disk if
-    it is a CPU. auto = as many of the requested blocks as don't fit. Steps then wait for copies, so it is for prompts
-    and training more than for texts."""
+    """Number of blocks that are in the device's memory only while they compute. Before that, they are in host memory if
+    the device is a GPU, on disk if it is a CPU. auto = as many of the requested blocks as don't fit. Steps then wait
+    for copies: this is better for long prompts and training than for generating text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,25 +77,25 @@ class ServerLimits:
     """KV cache budget in tokens through the whole span, as far as memory allows. Assumed: some dozens of chats of 2048
     tokens."""
     max_memory: str | None = None
-    """Most memory for blocks and KV caches: in GB, like 12, or of the device's memory, like 50%. None = 80 % of the
-    free memory at the start. GB are 10^9 bytes, as everywhere here; 12GiB are 12 · 2^30."""
+    """Most memory for blocks and KV caches: in GB, like 12, or a share of the device's memory, like 50%. None = 80 % of
+    the free memory at the start. A GB is 10^9 bytes, as everywhere here; 12GiB are 12 · 2^30 bytes."""
     prefix_cache_tokens: int = 8192
-    """Tokens of prompts kept for sessions with the same prefix; 0 = off. They come on top of `attn_cache_tokens`.
-    Assumed: some dozens of system prompts. docs/security.md describes what other clients could learn from it."""
+    """Tokens of prompts whose results are kept for sessions with the same prefix; 0 = off. They come on top of
+    `attn_cache_tokens`. Assumed: some dozens of system prompts. docs/security.md describes what other clients could
+    learn from it."""
     max_sessions: int | None = None
     """Most sessions of all clients together; None = as many as the KV cache holds."""
     idle_unload: float | None = None
-    """Seconds without use after which blocks leave the memory. Sessions and requests count as use; the next one waits
-    until weights and caches are loaded again. None = they stay."""
+    """Seconds without use after which blocks leave the memory. An open session counts as use. The next request waits
+    until the blocks are loaded again. None = they stay."""
     max_batch_tokens: int = 8192
     """Most tokens of one forward or backward request."""
     max_batch_sessions: int = 64
     """Most sessions whose steps are computed together; 1 = one after the other. Assumed: larger batches gain little,
     and each step waits for all."""
     compression: str = "auto"
-    """Default compression of hidden states and gradients: auto, none or int8. Clients may choose another. none =
-    exactly; int8 = 8 bits a value; auto = int8 in messages of 256 KiB or more over links that carry less than 150
-    Mbit/s."""
+    """Default compression of hidden states and gradients: auto, none or int8. Clients may choose another. none = exact;
+    int8 = 8 bits a value; auto = int8 in messages of 256 KiB or more over connections slower than 150 Mbit/s."""
     token: str | None = field(default_factory=hub_token, repr=False)
     """Hub token."""
     cache_dir: str | None = field(default_factory=default_cache_dir)
@@ -107,12 +107,13 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
     """Settings of a server: its blocks, its swarm, and its clients."""
 
     num_blocks: int | None = None
-    """Number of blocks to serve, those that the swarm lacks most; auto, or without it: as many as fit."""
+    """Number of blocks to serve; auto (or without it) = as many as fit. The server takes blocks that the swarm lacks
+    most."""
     block_indices: tuple[int, int] | None = None
     """Serve exactly blocks [START, END)."""
     device_map: tuple[str, ...] = ()
-    """Blocks of each of several devices: cuda:0=12 cpu=4. In place of `device` and `num_blocks`; with `block_indices`,
-    the devices have those in this order. Each has a server process of its own."""
+    """Number of blocks for each device: cuda:0=12 cpu=4. It replaces `device` and `num_blocks`. With `block_indices`,
+    the devices share those blocks in this order. Each device has a server process of its own."""
     machine: str = field(default="", metadata={"flag": False})
     """Name of the servers that were started together, for several devices of one machine."""
     peers_beside: bool = field(default=False, metadata={"flag": False})
@@ -123,25 +124,25 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
     """Adapters of peft to offer: hub ids or directories. Safetensors only. A directory may hold several adapters; it is
     read again every `update_period`, and new ones are offered then."""
     reachability: str = "auto"
-    """Reachability for other peers: auto, public or private. auto asks some of them; private: they can't dial this
-    server, so it is reached through relays. `--announce_maddrs` means public."""
+    """How other peers reach this server: auto, public or private. auto = ask some of them; private = they can't dial
+    it, so they reach it through relays. `--announce_maddrs` means public."""
     public_name: str | None = None
-    """Name for `status` and pages; 64 characters at most. None = the host's name, and the end of the peer id; an empty
-    name is none."""
+    """Name for `status` and web pages; 64 characters at most. None = the host's name and the end of the peer id. Give
+    an empty text to announce no name."""
     allowed_clients: tuple[str, ...] | None = None
     """Peer ids of clients that may use this server; None = any."""
     priority_clients: tuple[str, ...] = ()
-    """Peer ids of clients that come first while time or room is short. Other clients have a tenth of the time then.
-    Clients that serve this model come first as well, see --contributor_identity of clients."""
+    """Peer ids of clients that come first when the server is busy or full. Other clients then have a tenth of the time.
+    Clients that serve this model themselves come first as well (--contributor_identity of clients)."""
     allowed_servers: tuple[str, ...] | None = None
-    """Peer ids of servers to count and pass on to; None = any. This server counts them when it chooses its blocks, and
-    passes hidden states on to them."""
+    """Peer ids of the other servers to work with; None = any. This server passes hidden states on to them alone, and
+    counts only their blocks when it chooses its own."""
     balance_quality: float = BALANCE_QUALITY
-    """Readiness to move to other blocks, 0 (never) to 1. A server moves when the swarm's bottleneck is worse than this
-    share of the bottleneck after the move."""
+    """Readiness to move to other blocks, 0 (never) to 1. The server moves if the swarm's slowest blocks are slower now
+    than this share of their speed after the move."""
     update_period: float = 30.0
-    """Seconds between looks at the swarm's needs. A server announces itself twice as often, and one that crashed is
-    forgotten after 1.25 of these periods, so 720 is the most."""
+    """Seconds between two looks at the swarm; 720 at most. The server announces itself twice as often. After a crash,
+    the swarm forgets it within 1.25 of these periods."""
     metrics_port: int | None = None
     """TCP port for Prometheus metrics; 0 = any free one. None = no metrics."""
     metrics_host: str = "127.0.0.1"
@@ -164,14 +165,14 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
 
     @property
     def total_blocks(self) -> int | None:
-        """Number of blocks that were asked for in any way; None if as many as fit."""
+        """Number of blocks that the settings ask for; None if as many as fit."""
         if self.block_indices is not None:
             return self.block_indices[1] - self.block_indices[0]
         return self.num_blocks or sum(count for _, count in self.blocks_by_device) or None
 
     @property
     def announces_on_lan(self) -> bool:
-        """True if the swarm is begun here or found on the local network, so that it is announced there, too."""
+        """True if this server also announces the swarm on the local network: it began it, or found it there."""
         return self.lan_discovery and not self.swarm_name and (not self.initial_peers or self.peers_beside)
 
     def _follow(self, invites: Sequence[Invite]) -> None:

@@ -13,15 +13,14 @@ from swarmllm.models.span.span_cache import CacheSizes
 from swarmllm.network.wire.messages import OpenHeader
 from swarmllm.network.wire.protocol import MessageType
 from swarmllm.server.peers.peer_limits import PeerLimits, Standing
-from swarmllm.server.sessions import session_table
+from swarmllm.server.sessions import session as session_module
 from swarmllm.server.sessions.kv_cache import CacheBudget
-from swarmllm.server.sessions.session import Session
-from swarmllm.server.sessions.session_table import SESSIONS_PER_TIDYING, SessionTable
+from swarmllm.server.sessions.session import SESSIONS_PER_TIDYING, Session, SessionTable
 
 
 async def test_free_memory_is_returned_every_so_many_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     returned = threading.Semaphore(0)
-    monkeypatch.setattr(session_table, "return_free_memory", returned.release)
+    monkeypatch.setattr(session_module, "return_free_memory", returned.release)
     blocks = MagicMock(cache_sizes=CacheSizes(bytes_per_token=1), num_blocks=1, longest_text=None, pool=None)
     blocks.span.__len__.return_value = 1
     budget = CacheBudget(100)

@@ -38,9 +38,8 @@ import torch
 from torch import Tensor
 
 from swarmllm.client.batches.spot_checks import SpotChecks
-from swarmllm.client.session.hop import Hop, SessionSettings
 from swarmllm.client.session.in_flight import InFlight, PendingStep, plausible_outputs
-from swarmllm.client.session.open_route import OpenRoute
+from swarmllm.client.session.open_route import Hop, OpenRoute, SessionSettings
 from swarmllm.client.session.session_text import SessionText
 from swarmllm.client.view.connection import tokens_at_once
 from swarmllm.client.view.swarm_view import SwarmView
@@ -63,21 +62,21 @@ from swarmllm.swarm.route_costs import RouteCosts
 logger = logging.getLogger(__name__)
 
 MIN_TOKENS_LEFT = 64
-"""Tokens that still come at least, when a move to a better route is weighed. Assumed: the end of an answer of some
+"""Fewest tokens that are expected to follow when a chain decides about a move. Assumed: the end of an answer of some
 sentences."""
 CHUNK_S = 0.25
 """Longest time of a prompt's chunk on one server, unless it has no more than `prefill_chunk_tokens`. Assumed: over slow
 links, which the announced throughput includes, short chunks keep a pipeline of servers busier."""
 TOO_SMALL_S = 1e4
-"""Servers without room for the session are avoided as if banned for so many seconds: more than any ban has."""
+"""Servers without room for the session are avoided like servers with a ban of this many seconds, longer than any."""
 
 
 class ActivationNoise:
     """Normal noise on the hidden states that leave this machine (`ClientConfig.activation_noise`).
 
-    Its standard deviation at each position is `scale` times the root mean square of the hidden states there. It is
-    added once to all that a server is given: repairs replay the same noisy values. docs/security.md says in figures
-    what it is good for. (HearthNet, section 5.9, names it as a mitigation to be researched.)
+    Its standard deviation at each position is `scale` times the root mean square of the hidden states there. Noise is
+    added once: repairs replay the same noisy values. docs/security.md has measurements of how much it hides.
+    (HearthNet, section 5.9, proposes to study it.)
     """
 
     def __init__(self, scale: float) -> None:
@@ -133,7 +132,7 @@ class Chain:
         self._closed = False
         self._stepping: asyncio.Task[object] | None = None
         self._news = 0
-        """The view's news at the last look for a better route."""
+        """`LookUps.news` of the view when a better route was last looked for."""
         self._device = torch.device("cpu")
         """The device of the last inputs; results go there."""
 

@@ -14,8 +14,7 @@ from functools import partial
 
 from torch import Tensor
 
-from swarmllm.client.session.hop import ChainState, Hop
-from swarmllm.client.session.open_route import OpenRoute
+from swarmllm.client.session.open_route import ChainState, Hop, OpenRoute
 from swarmllm.client.session.session_text import SessionText
 from swarmllm.client.view.connection import Connection, Result, attended, new_request_id, take_inner
 from swarmllm.client.view.swarm_view import SwarmView
@@ -32,7 +31,7 @@ class PendingStep:
     request: int
     """Its id in messages."""
     inputs: BlockInputs
-    """Inputs of the first block; once sent, as its server decodes them. Where this client relays, it takes everything
+    """Inputs of the first block. After sending: the inputs as its server decodes them. A client that relays takes all
     but the hidden states from here."""
     position: int
     """The position of the first of them."""
@@ -228,7 +227,7 @@ class InFlight:
     async def _find_stalled(self, step: PendingStep) -> Hop:
         """The first hop that hasn't passed the step on, although all hops answer pings.
 
-        The answer to LINK says how far a cache goes; the repair links everything anew anyway.
+        The answers to LINK say how far each cache goes. That LINK does no harm, as the repair links all servers again.
         """
         self.chain_version += 1
         self.is_linked = False
@@ -251,7 +250,7 @@ class InFlight:
         step.done.add_done_callback(partial(self._abandoned_ended, step))
 
     def forget_abandoned(self, before: int | None = None) -> None:
-        """Remove abandoned steps (only those older than request `before`), as no answer to them will come."""
+        """Remove abandoned steps, or only those older than request `before`: no answer to them will come."""
         for request in [request for request in self._abandoned if before is None or request < before]:
             self.remove(self._steps[request])
 

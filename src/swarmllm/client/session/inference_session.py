@@ -5,7 +5,7 @@ with model.inference_session(max_length=2048) as session:
     session.position = 5                         # forget everything from position 5 on
     model.generate(ids)                          # continues on this session
 
-`block_inputs` checks what users hand to a session or to `remote_blocks`, before a mistake costs a round trip.
+`block_inputs` checks the inputs that users give to a session or to `remote_blocks`, before anything is sent.
 """
 
 import operator
@@ -128,7 +128,7 @@ class InferenceSession:
         return output
 
     def send(self, inputs: BlockInputs, position: int) -> None:
-        """Send a step and don't wait for its result; at a lower position than before it replaces what is under way."""
+        """Send a step and don't wait for its result. At a lower position than before, it replaces steps under way."""
         self._check_open()
         self._way.send(inputs, position)
 
@@ -189,7 +189,7 @@ class InferenceSession:
 
     @property
     def _text(self) -> SessionText:
-        """The text of the first leg; those of others differ in their inputs and in little else."""
+        """The text of the first leg. The texts of other legs have other inputs, and the same settings."""
         return self._legs[0].text
 
     def _check_open(self) -> None:
@@ -216,10 +216,11 @@ class InferenceSession:
         self._way.position = value
 
     def rewind_to(self, input_ids: Tensor, rows_per_prompt: int = 1) -> None:
-        """Roll back to where the history and `input_ids` `[batch, seq]` part, for `generate()` to go on from there.
+        """Keep the positions that agree with `input_ids` `[batch, seq]`, and roll the others back.
 
-        Or to 0, if a prompt of that length computes its positions otherwise than they were (`BlockTraits.arithmetic`).
-        At least one token is left to compute. What was fed by `step()` is taken to be the beginning of `input_ids`.
+        `generate()` continues from there, so at least one token is left to compute. Inputs of `step()` have no ids:
+        they count as the beginning of `input_ids`. Nothing is kept if a prompt of this length would compute the
+        positions in another way (`BlockTraits.arithmetic`).
         """
         same = min(self.position, input_ids.shape[1] - 1)
         if rows_per_prompt > 1 or input_ids.shape[0] != self.batch_size:
@@ -228,7 +229,7 @@ class InferenceSession:
             common = min(same, self.history.shape[1])
             differs = (self.history[:, :common].to(input_ids.device) != input_ids[:, :common]).any(0)
             same = int(differs.nonzero()[0]) if bool(differs.any()) else common
-        # What a shorter text computed otherwise would make another text of this one than it is without a session.
+        # Positions of a shorter text may be computed in another way. Kept, they would change the text.
         self.position = same if self._text.was_computed_as(input_ids.shape[1], same) else 0
 
     def select_batch(self, indices: Sequence[int]) -> None:
@@ -339,12 +340,12 @@ def _close_chains(loop: EventLoop, legs: Sequence[Leg]) -> None:
 
 
 def note_position(hidden_states: Tensor, position: int) -> None:
-    """Note for which position they were embedded: at another one they would be wrong."""
+    """Note the position that these hidden states were embedded for. At another position they are wrong."""
     hidden_states.swarm_position = position  # type: ignore[attr-defined]
 
 
 def check_position(hidden_states: Tensor, position: int) -> None:
-    """Raises ConfigurationError if they were embedded for another position."""
+    """Raise ConfigurationError if these hidden states were embedded for another position."""
     embedded_at = getattr(hidden_states, "swarm_position", position)
     if embedded_at != position:
         raise ConfigurationError(
@@ -364,7 +365,7 @@ def block_inputs(
     inputs_embeds: Tensor | None = None,
     past: int = 0,
 ) -> BlockInputs:
-    """The inputs of the blocks; what they don't need is left out.
+    """Make the inputs of the blocks, without tensors that these blocks don't need.
 
     Args:
         hidden_size: the model's, if it is known.

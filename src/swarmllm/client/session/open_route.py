@@ -1,6 +1,7 @@
 """The servers of a chain, in the order of their blocks: opening them, linking them, judging and leaving them.
 
-Used by `session/chain`, which decides when, and whose steps go through them.
+A `Hop` is one session on one server, and sends the chain's messages to it. `OpenRoute` holds all hops. Used by
+`session/chain`, which decides when, and by `in_flight`, which relays between servers.
 
 A server's complaint about another one is never believed. One of them lies or their link is broken, and the client can't
 know which. It looks itself instead:
@@ -15,13 +16,14 @@ know which. It looks itself instead:
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import overload
+from typing import Self, overload
 
-from swarmllm.client.session.hop import Hop, SessionSettings
-from swarmllm.client.view.connection import Connection, attended, baseless
+from swarmllm.client.view.connection import Connection, OnAnswer, attended, baseless, new_request_id, wanted_header
 from swarmllm.client.view.event_loop import gather
 from swarmllm.client.view.swarm_view import SwarmView
 from swarmllm.data_structures import RouteHop, Span
@@ -33,13 +35,193 @@ from swarmllm.errors import (
     RemoteProtocolError,
     SwarmError,
 )
+from swarmllm.models.adapters.block_adapter import BlockAdapter
+from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.boundary.inner_states import InnerStates
+from swarmllm.network.wire.compression import as_received
+from swarmllm.network.wire.messages import LinkHeader, OpenHeader, ReplayHeader, StepHeader, Successor
+from swarmllm.network.wire.protocol import MessageType
 from swarmllm.swarm.route_costs import RouteCosts
 
 logger = logging.getLogger(__name__)
 
 MAX_DOUBTS = 2
 """Complaints about two neighbours after which the client relays between them."""
+
+
+@dataclass(frozen=True)
+class ChainState:
+    """The state of a chain that each request names: its version, and the selection of rows of its batch."""
+
+    chain_version: int
+    num_choices: int = 0
+    batch_index: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class SessionSettings:
+    """Settings of a chain's sessions, the same on every server."""
+
+    on_answer: OnAnswer
+    batch_size: int
+    max_length: int
+    record_past: bool = False
+    adapter: BlockAdapter | None = None
+    source_length: int = 0
+
+
+@dataclass(eq=False)
+class Hop:
+    """A session on one server. While it is `new`, its cache is empty and a repair has to fill it."""
+
+    route_hop: RouteHop
+    connection: Connection
+    session: str
+    token: str
+    timeout_s: float
+    new: bool = True
+    lost: bool = False
+    """The server may answer, but this session is not used any more."""
+    _sending: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Keeps steps in order while a thread compresses a long one."""
+
+    @classmethod
+    async def open(cls, view: SwarmView, route_hop: RouteHop, settings: SessionSettings, *, chain_version: int) -> Self:
+        """Connect, and open a session with a lease of KV cache.
+
+        Raises:
+            SwarmError: the server can't be reached or refuses.
+        """
+        connection = await view.open_connection(route_hop.server, settings.on_answer, route_hop.span)
+        session, token, timeout_s = secrets.token_hex(16), secrets.token_hex(16), view.config.connect_timeout_s
+        hop = cls(route_hop, connection, session, token, timeout_s)
+        try:
+            await hop._lease(view, settings, chain_version)
+        except BaseException:
+            connection.close()
+            raise
+        view.health.succeeded(hop.peer_id)
+        return hop
+
+    async def _lease(self, view: SwarmView, settings: SessionSettings, chain_version: int) -> None:
+        adapter = await view.adapters.header_fields(
+            self.connection, settings.adapter, self.span, timeout_s=view.config.step_timeout_s
+        )
+        header = OpenHeader(
+            id=new_request_id(),
+            session=self.session,
+            token=self.token,
+            start=self.span.start,
+            end=self.span.end,
+            batch_size=settings.batch_size,
+            max_length=settings.max_length,
+            epoch=chain_version,
+            record_past=settings.record_past,
+            source_length=settings.source_length,
+            compression=view.config.compression,
+            **adapter,
+        )
+        # A server loads blocks first that were not used for long.
+        timeout_s = view.config.step_timeout_s if self.connection.asleep else self.timeout_s
+        await self.connection.request(MessageType.OPEN, header, timeout_s=timeout_s)
+
+    @property
+    def span(self) -> Span:
+        return self.route_hop.span
+
+    @property
+    def peer_id(self) -> str:
+        return self.route_hop.server.peer_id
+
+    @property
+    def usable(self) -> bool:
+        return not self.lost and self.connection.error is None
+
+    async def link(self, successor: "Hop | None", chain_version: int) -> int:
+        """Have outputs sent to `successor`, or to this client if it is None. Return the end of the outputs sent so far.
+
+        Raises:
+            SwarmError: it can't reach the successor (the error's peer is the successor then), or doesn't answer.
+        """
+        target = None
+        if successor is not None:
+            server = successor.route_hop.server
+            target = Successor(
+                peer_id=server.peer_id, addrs=server.addrs, session=successor.session, token=successor.token
+            )
+        header = LinkHeader(id=new_request_id(), session=self.session, epoch=chain_version, successor=target)
+        # Meanwhile the server dials its successor, with a timeout of its own.
+        timeout_s = self.timeout_s if successor is None else 2 * self.timeout_s
+        others = [] if successor is None else [successor.connection]
+        answer = await self.connection.request(
+            MessageType.LINK,
+            header,
+            timeout_s=timeout_s,
+            others=others,
+            may_accuse=None if successor is None else successor.peer_id,
+        )
+        return answer.header.position
+
+    async def send_step(
+        self,
+        request: int,
+        state: ChainState,
+        position: int,
+        inputs: BlockInputs,
+        *,
+        replay_hops: int = 0,
+        exactly: bool = False,
+    ) -> BlockInputs:
+        """Send a step, which the last hop of the chain answers; returns the inputs as this server decodes them.
+
+        `exactly`: don't compress, because another server has computed on these very values.
+
+        Raises:
+            PeerError: the connection is broken.
+        """
+        if position:  # servers got the encoder outputs with the first step
+            inputs = inputs.without_source()
+        tensors = inputs.tensors()
+        if ones_mask := inputs.has_ones_mask(position):
+            del tensors["attention_mask"]
+        header = StepHeader(
+            id=request,
+            session=self.session,
+            epoch=state.chain_version,
+            position=position,
+            batch_size=inputs.batch_size,
+            seq_len=inputs.seq_len,
+            tensors=(),
+            num_choices=state.num_choices,
+            batch_index=state.batch_index,
+            ones_mask=ones_mask,
+            replay_hops=replay_hops,
+            inner=wanted_header(inputs),
+        )
+        async with self._sending:
+            outgoing = await self.connection.compressed(tensors, exactly=exactly)
+            await self.connection.send(MessageType.STEP, header, outgoing)
+        return inputs.with_tensors(as_received(outgoing))
+
+    async def send_replay(self, request: int, state: ChainState, length: int, replay_hops: int) -> None:
+        """Have the outputs that the server kept for positions [0, length) sent through the next `replay_hops` servers.
+
+        Raises:
+            PeerError: the connection is broken.
+        """
+        header = ReplayHeader(
+            id=request,
+            session=self.session,
+            epoch=state.chain_version,
+            length=length,
+            replay_hops=replay_hops,
+            num_choices=state.num_choices,
+            batch_index=state.batch_index,
+        )
+        await self.connection.send(MessageType.REPLAY, header)
+
+    def __str__(self) -> str:
+        return str(self.route_hop)
 
 
 class OpenRoute(Sequence[Hop]):
@@ -103,7 +285,7 @@ class OpenRoute(Sequence[Hop]):
         return any(other is not hop and other.peer_id == peer_id for other in self._hops[max(0, index - 1) : index + 2])
 
     def judged(self, accuser: Hop, error: SwarmError) -> SwarmError:
-        """The error as it counts: a complaint about a neighbour, which is looked into, or the fault of `accuser`."""
+        """Return the error to act on: a complaint about a neighbour, to be checked, or a fault of `accuser` itself."""
         index = self._hops.index(accuser)
         before = self._hops[index - 1] if index else None
         after = self._hops[index + 1] if index + 1 < len(self._hops) else None
@@ -157,7 +339,7 @@ class OpenRoute(Sequence[Hop]):
     # ------------------------------------------------------------------ opening
 
     async def complete(self, settings: SessionSettings, chain_version: int, costs: RouteCosts) -> None:
-        """Leave unusable servers; for each gap find a new route, and open sessions on its servers.
+        """Leave unusable servers. For each gap, find a new route and open sessions on its servers.
 
         Raises:
             SwarmError: a server could not be opened; the others are kept.

@@ -59,7 +59,7 @@ class Result:
 
 
 USUAL_WAIT_S = 0.4
-"""For longer waits, the servers are watched closely."""
+"""Seconds that a caller waits before its servers are watched closely."""
 
 
 OnAnswer = Callable[["Connection", "Result | SwarmError", int | None], None]

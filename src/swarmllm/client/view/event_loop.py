@@ -1,8 +1,8 @@
 """The client's one event-loop thread, and the one function by which synchronous callers enter it.
 
-The model owns it. It works inside Jupyter, whose own loop runs in another thread. The caller's context variables are
-left behind: tasks that live longer than the call, such as readers of streams, would keep their values alive, among them
-the session whose end ends the task.
+The model owns it. It works inside Jupyter, whose own loop runs in another thread. Coroutines don't get the caller's
+context variables, which hold its session. Readers of streams live longer than a call. They would keep the session
+alive, and only the end of that session ends them.
 
 A failed task ends neither the loop nor other tasks: a bug in one session stays in that session.
 

@@ -11,15 +11,26 @@ between decode steps. A call must stay whole for three reasons:
                                  LongRoPE has two tables, dynamic NTK one for each length (`BlockTraits.arithmetic`)
 
 The last reason is also one against joining: calls that were computed with different tables can't be computed as one.
+
+Models with vision give their text model more than embeddings. These inputs travel as tensors, and become arguments
+again on a server. `shell/stack_forward` packs them, `span/block_span` unpacks them:
+
+    masks of several kinds         a dict with a mask for each kind of block (Gemma 3: positions of a picture attend to
+                                   each other) → `attention_mask` and `mask_kinds`
+    values added between blocks    outputs of inner blocks of the tower, at the positions of pictures (Qwen3-VL: one
+                                   list entry for each of the first blocks, Granite: a dict by block) → `deepstack`,
+                                   `deepstack_mask` and `deepstack_at`
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import inf
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedConfig
 
 from swarmllm.data_structures import BlockTraits
 from swarmllm.errors import ConfigurationError
@@ -47,8 +58,8 @@ BESIDE = ("inputs_embeds", "encoder_hidden_states", "per_layer_inputs", "deepsta
 
 
 def queued_copy(tensor: Tensor) -> Tensor:
-    """A copy in host memory, which is there when its device has done all that it was asked for until now."""
-    pin = tensor.device.type == "cuda"  # or the copy would be one after the other with its own waiting
+    """Begin a copy to host memory. It is complete when the device has finished the work that is queued now."""
+    pin = tensor.device.type == "cuda"  # without pinned memory, each copy would wait for the device
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
     return copy.copy_(tensor, non_blocking=pin)
 
@@ -65,7 +76,7 @@ def in_host_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
 class BlockInputs:
     """The inputs of one call; tensors that the caller didn't give are None.
 
-    Nobody changes one that exists. It isn't frozen, because that would cost every hop of every token 10 µs.
+    Never change one in place. The class isn't frozen, because that would cost 10 µs at every hop of every token.
     """
 
     hidden_states: Tensor
@@ -75,8 +86,7 @@ class BlockInputs:
     attention_mask: Tensor | None = None
     """`[batch, past + seq]` of 0 and 1, or `[batch, 1, seq, past + seq]`, as the caller gave it."""
     mask_kinds: Tensor | None = None
-    """`[kinds]`: the kinds of blocks that the masks of `attention_mask` `[batch, kinds, seq, past + seq]` are for
-    (`boundary/pictures`)."""
+    """`[kinds]`: the kinds of blocks that the masks of `attention_mask` `[batch, kinds, seq, past + seq]` are for."""
     position_ids: Tensor | None = None
     """`[batch or 1, seq]`, or `[kinds, batch or 1, seq]`."""
     token_type_ids: Tensor | None = None
@@ -93,8 +103,7 @@ class BlockInputs:
     """`[batch, seq, blocks, …]`: Gemma 4's values of each token for each block, in place of `input_ids`: a picture may
     have no token."""
     deepstack: Tensor | None = None
-    """`[batch, seq, levels, hidden]`: values added between blocks at the positions of pictures
-    (`boundary/pictures`)."""
+    """`[batch, seq, levels, hidden]`: values added between blocks at the positions of pictures."""
     deepstack_mask: Tensor | None = None
     """`[batch, seq]` or `[batch, seq, …]` of bool: where there are pictures."""
     deepstack_at: Tensor | None = None
@@ -198,9 +207,9 @@ class BlockInputs:
         return detached.with_tensors({name: tensor.clone() for name, tensor in detached.tensors().items()})
 
     def on_host(self) -> Self:
-        """The same call with all tensors in host memory, outside of autograd's graph, as servers are sent it.
+        """The same call with all tensors in host memory, outside of autograd's graph, ready to be sent.
 
-        One wait for all that are on a device, and none for them later, in the event loop that sends them.
+        It waits for the device here, once, so that the event loop needn't wait later.
         """
         tensors = self.tensors()
         if all(tensor.device.type == "cpu" for tensor in tensors.values()):
@@ -263,9 +272,9 @@ class BlockInputs:
         )
 
     def cut_to(self, start: int, end: int, traits: BlockTraits) -> Self:
-        """Positions `[start, end)` of a batch as a batch of their own, which knows of nothing before them.
+        """Positions `[start, end)` of a batch as a batch of their own, without the positions before them.
 
-        They keep their places: blocks that are told none count from 0.
+        They keep their `position_ids`: without these, blocks would count from 0.
         """
         cut = self.columns(start, end, 0, traits)
         mask, positions = cut.attention_mask, cut.position_ids
@@ -339,7 +348,7 @@ def pieces(inputs: BlockInputs, past: int, traits: BlockTraits, max_tokens: int)
 
 
 def decisive_rows(inputs: BlockInputs, traits: BlockTraits) -> list[int] | None:
-    """The rows of a batch by which all others are computed; None: each comes out by itself as in the batch."""
+    """The rows that decide how all rows of the batch are computed. None: each row alone gives the same results."""
     if traits.even_length == inf or inputs.position_ids is None or inputs.position_ids.shape[-2] == 1:
         return None
     lengths = _lengths(inputs, 0).amax(dim=(0, 2))
@@ -361,3 +370,108 @@ def _arithmetics(lengths: Tensor, traits: BlockTraits) -> Tensor:
     found = -torch.bucketize(lengths, torch.tensor(traits.length_borders, dtype=lengths.dtype))
     beyond = traits.own_length_beyond
     return found if beyond is None else found.where(lengths <= beyond, lengths)
+
+
+# ---------------------------------------------------------------------- inputs of models with vision
+
+_DEEPSTACK, _MASKS = "deepstack", ("visual_pos_masks", "vision_mask")
+
+
+@dataclass(frozen=True)
+class DeepstackArguments:
+    """The two arguments of a text model's forward for values that are added between its blocks."""
+
+    features: str
+    mask: str
+    by_block: bool
+    """True if the features are a dict by block, added before it; False if a list, added after each of the first
+    blocks."""
+
+    @classmethod
+    def of(cls, stack: nn.Module) -> "DeepstackArguments | None":
+        """The arguments that the forward of `stack` takes; None: it takes none."""
+        parameters = inspect.signature(stack.forward).parameters
+        features = next((name for name in parameters if name.startswith(_DEEPSTACK)), None)
+        mask = next((name for name in _MASKS if name in parameters), None)
+        if features is None or mask is None:
+            return None
+        return cls(features, mask, "dict" in str(parameters[features].annotation))
+
+    def pack(self, kwargs: Mapping[str, Any], num_blocks: int) -> dict[str, Tensor]:
+        """The tensors to send for these arguments; gradients flow to the arguments.
+
+        Raises:
+            ConfigurationError: something would be added after the last block, where no server does it.
+        """
+        features, mask = kwargs.get(self.features), kwargs.get(self.mask)
+        if features is None or mask is None:
+            return {}
+        levels = features if isinstance(features, dict) else dict(enumerate(features))
+        if not levels:
+            return {}
+        if max(levels) >= num_blocks - (not self.by_block):
+            raise ConfigurationError(
+                f"this model adds features of pictures after block {max(levels)} of {num_blocks}, where no server can"
+            )
+        where = mask if mask.ndim == 2 else mask[..., 0]
+        first = next(iter(levels.values()))
+        whole = first.new_zeros(*where.shape, len(levels), first.shape[-1])
+        stacked = torch.stack([level.to(first) for level in levels.values()], dim=1)
+        return {
+            "deepstack": whole.masked_scatter(where[..., None, None], stacked),
+            "deepstack_mask": mask if mask.ndim == 2 else mask[..., :1],
+            "deepstack_at": torch.tensor(list(levels)),
+        }
+
+    def unpack(self, inputs: BlockInputs) -> dict[str, Any]:
+        """The arguments again."""
+        if inputs.deepstack is None or inputs.deepstack_mask is None or inputs.deepstack_at is None:
+            return {}
+        mask = inputs.deepstack_mask
+        found = inputs.deepstack[mask if mask.ndim == 2 else mask[..., 0]]
+        levels = {int(block): found[:, level] for level, block in enumerate(inputs.deepstack_at)}
+        return {self.features: levels if self.by_block else list(levels.values()), self.mask: mask}
+
+
+def mask_names(config: PreTrainedConfig) -> list[str]:
+    """The kinds of blocks that have a mask of their own, as the text model's config names them."""
+    return sorted({*(getattr(config, "layer_types", None) or ())})
+
+
+def pack_masks(masks: Mapping[str, Tensor | None], config: PreTrainedConfig) -> dict[str, Tensor]:
+    """The tensors to send for a dict of masks; a kind without a mask hides only later positions.
+
+    Raises:
+        ConfigurationError: a mask has another form.
+    """
+    names = mask_names(config)
+    given = {name: mask for name, mask in masks.items() if mask is not None and name in names}
+    if any(mask.ndim != 4 or mask.shape[1] != 1 for mask in given.values()):
+        raise ConfigurationError("masks by kinds of blocks must be of [batch, 1, seq, past + seq] each")
+    if not given:
+        return {}
+    kinds = torch.tensor([names.index(name) for name in given])
+    return {"attention_mask": torch.cat(list(given.values()), dim=1), "mask_kinds": kinds}
+
+
+def unpack_masks(inputs: BlockInputs, config: PreTrainedConfig, cache: Cache | None) -> Any:
+    """The mask as the text model takes it: for each kind of block as wide as the keys that its blocks have."""
+    mask = inputs.attention_mask
+    if mask is None or mask.ndim != 4:
+        return mask
+    if mask.dtype == torch.bool and config._attn_implementation == "eager":
+        smallest = torch.finfo(inputs.hidden_states.dtype).min
+        mask = torch.zeros(mask.shape, dtype=inputs.hidden_states.dtype, device=mask.device).masked_fill(
+            ~mask, smallest
+        )
+    if inputs.mask_kinds is None:
+        return mask
+    names, types = mask_names(config), list(config.layer_types)
+    masks: dict[str, Tensor | None] = dict.fromkeys(names)
+    for place, kind in enumerate(inputs.mask_kinds.tolist()):
+        one = mask[:, place : place + 1]
+        if cache is not None:
+            length, offset = cache.get_mask_sizes(inputs.seq_len, types.index(names[kind]))
+            one = one[..., offset : offset + length]
+        masks[names[kind]] = one
+    return masks

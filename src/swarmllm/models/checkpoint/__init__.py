@@ -5,7 +5,6 @@ sources        a directory, or the hub
 stored_files   config.json and weights in shards; GGUF, with both in one file
 weight_files   safetensors, and pickles read safely
 skeleton       a model without weights, and the tensors that it needs
-mtp_layouts    heads that predict further tokens, and the names of their tensors
 fingerprint    the name by which a swarm knows a checkpoint
 block_digests  digests of the stored bytes of blocks
 """

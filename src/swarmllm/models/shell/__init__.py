@@ -9,7 +9,6 @@ remote_cache     a cache of transformers whose keys and values are on servers
 hollow_blocks    the block list as others see it; one block read from the checkpoint where values are needed
 hollow_modules   modules whose weights are on servers: changes that can't reach the servers are refused
 hollow_adapters  changes that servers compute with at a forward, read from the blocks: adapters, dropout and the like
-unseen_changes   changes that touch no block, such as those of the config
 tuner_layers     layers of peft, in the forms that servers know
 tuned_prompts    trained vectors, keys and values before the text
 """

@@ -5,8 +5,8 @@ peft finds its targets by walking modules, so the list registers the architectur
 into the blocks is owned and trained here. To the model's own forward the list has one entry, the proxy that runs all
 blocks. `loading` makes it; `hollow_adapters` reads from it what has to travel at a forward.
 
-`BlockReader` reads one block of the checkpoint, where values of a hollow weight are needed: training begins with them
-(a bias, a norm that is trained whole, the magnitudes of DoRA), or somebody looks at them.
+`BlockReader` reads one block of the checkpoint if values of a hollow weight are needed: because training begins with
+them (a bias, a norm that is trained whole, the magnitudes of DoRA), or because a user looks at them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -80,8 +80,9 @@ class HollowBlocks(nn.ModuleList):
 
     @property
     def _shown(self) -> Sequence[nn.Module]:
-        """To a forward, the proxy alone, or a stand-in for each block if somebody sees what passes between them. To all
-        others the blocks.
+        """The modules that the list shows: the blocks, except in a forward.
+
+        A forward gets the proxy alone, or a stand-in for each block if hidden states between blocks are wanted.
         """
         call = current_call()
         if call.inputs is None and call.instead is None:

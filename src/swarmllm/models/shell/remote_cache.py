@@ -1,11 +1,10 @@
 """The cache of `generate()` and `forward()` on a client: no keys and values, but a session on servers.
 
-Whatever transformers asks of a cache (length, crop, reorder, repeat, select) becomes an operation on the session, which
-knows the position.
+Each operation of transformers on its cache (length, crop, reorder, repeat, select) becomes an operation on the session,
+which knows the position.
 
-Some forwards run their blocks without a session: those whose cache may not be wanted, and those whose outputs have
-gradients. Their cache is `deferred`: it costs servers nothing until it is continued. Then they compute its positions
-again.
+A forward runs its blocks without a session if perhaps nobody continues its cache, or if its outputs have gradients. Its
+cache is `deferred`: it costs servers nothing. When it is continued after all, servers compute its positions again.
 """
 
 from collections.abc import Iterator, Sequence

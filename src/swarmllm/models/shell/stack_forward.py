@@ -8,9 +8,9 @@
    are part of it once per session (`source_of_call`).
 
 Models with vision or audio compute embeddings with modules of their own in the client. Their text model's forward gets
-more than embeddings where positions of a picture see each other, or where outputs of the vision tower are added between
-blocks (`boundary/pictures`). `pack_vision_inputs` checks these arguments and makes them ready to travel. Servers make
-masks themselves where the text model would make the same.
+more than embeddings if positions of a picture attend to each other, or if outputs of the vision tower are added between
+blocks (`boundary/block_inputs`). `pack_vision_inputs` checks these arguments and makes them ready to travel. A mask is
+not sent if servers make the same one.
 
 The model's forward (`adopt_head`) finds out whether the head or the loss reads outputs of padding, which otherwise
 aren't computed. Mostly it doesn't. But a loss counts labels of padding unless they are -100, a head for classes may
@@ -40,9 +40,8 @@ from swarmllm.models.adapters.block_adapter import BlockAdapter
 from swarmllm.models.adapters.dropout import draw_seeds
 from swarmllm.models.architecture import cache_argument, decoder_stack, is_encoder
 from swarmllm.models.block_slots import ForwardStopped
-from swarmllm.models.boundary.block_inputs import SOURCE, BlockInputs, check_mask
+from swarmllm.models.boundary.block_inputs import SOURCE, BlockInputs, DeepstackArguments, check_mask, pack_masks
 from swarmllm.models.boundary.inner_states import InnerStates
-from swarmllm.models.boundary.pictures import DeepstackArguments, pack_masks
 from swarmllm.models.shell.blocks_proxy import Call, calling, current_call
 from swarmllm.models.shell.client_shell import ShellStack, cache_of_call, note_spent
 from swarmllm.models.shell.playback import wanted_inner
@@ -112,7 +111,7 @@ def _with_cache(outputs: Any, name: str, cache: RemoteCache | None) -> Any:
 
 
 def _of_half_a_forward(stack: PreTrainedModel, kwargs: dict[str, Any], cache_name: str) -> dict[str, Any]:
-    """The arguments, checked, without the wish for inner states, which half a forward doesn't have."""
+    """Check the arguments, and take out the request for inner states: half a forward has none."""
     ids, mask, past = kwargs.get("input_ids"), kwargs.get("attention_mask"), kwargs.get(cache_name)
     if ids is not None and mask is not None:
         check_mask(mask, ids.shape[0], ids.shape[1], 0 if past is None else past.get_seq_length())
@@ -276,12 +275,12 @@ def source_of_call(kwargs: dict[str, Any], batch_size: int, cache: RemoteCache |
     if not isinstance(hidden, Tensor) or hidden.ndim != 3 or hidden.shape[0] != batch_size or not hidden.shape[1]:
         found = list(hidden.shape) if isinstance(hidden, Tensor) else hidden
         raise ConfigurationError(
-            f"the decoder needs the encoder's outputs [{batch_size}, source, hidden], not {found}: give the model "
+            f"the decoder needs encoder outputs [{batch_size}, positions, hidden], not {found}: give the model "
             "input_ids or encoder_outputs"
         )
     if mask is not None and (not isinstance(mask, Tensor) or mask.shape != hidden.shape[:2]):
         found = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        raise ConfigurationError(f"attention_mask of the source must be {list(hidden.shape[:2])}, not {found}")
+        raise ConfigurationError(f"attention_mask of encoder outputs must be {list(hidden.shape[:2])}, not {found}")
     if cache is None or not cache.session.position:
         if cache is not None:
             cache.source_mask = mask
@@ -289,7 +288,8 @@ def source_of_call(kwargs: dict[str, Any], batch_size: int, cache: RemoteCache |
     known = cache.source_mask
     if mask is not known and not (mask is not None and known is not None and torch.equal(mask, known)):
         raise ConfigurationError(
-            "the attention_mask of the source has changed since the text began: begin it anew, without past_key_values"
+            "the attention_mask of the encoder outputs has changed since the text began: begin the text again, without "
+            "past_key_values"
         )
     return {}
 
@@ -378,7 +378,7 @@ class SplitForward:
         raise LocalProtocolError(f"the forward of {type(self._model).__name__} never reached its blocks")
 
     def finish(self, hidden: Tensor) -> Any:
-        """The second half: hidden states after the last block → the model's output, whose cache is of no use."""
+        """The second half: hidden states after the last block → the model's output. Don't use the cache in it."""
         self._hidden = hidden
         return self._model(**self._kwargs, return_dict=True)
 

@@ -4,7 +4,6 @@ loading           blocks [a, b), read from a checkpoint
 block_span        those blocks, one call after the other; outputs and attention weights of blocks, if a client asks
 offload           blocks that are in memory only while they compute
 span_cache        their KV cache: buffers that grow, or pages
-kept_state        state that modules keep after a call, put back before the next
 probes            traits of the blocks, observed when they are loaded
 probe_results     these traits, kept on disk for the next start
 small_copy        these traits, observed by clients without weights

@@ -93,7 +93,7 @@ class PackedForward:
 
         Raises:
             PackingUnsupportedError: the blocks can't run this way.
-            Exception: whatever the model's code raises; the caches are in an undefined state then.
+            Exception: any error of the model's code. The caches are in an undefined state then.
         """
         past = min(call.cache.position for call in calls)
         with torch.inference_mode(), self.blocks.adapted(calls[0].inputs, calls[0].span, past):
@@ -326,7 +326,7 @@ class Packer:
         undo = [call.cache.keep_state() for call in calls]
         try:
             return list(self.forward.run_packed(calls, way))
-        except Exception as error:  # noqa: BLE001 - one call is to blame, perhaps; only alone it shows which
+        except Exception as error:  # noqa: BLE001 - perhaps one call is to blame: running each alone shows which
             if way not in self._failed:
                 self._failed.add(way)
                 said = f"{type(error).__name__}: {error}"
@@ -344,10 +344,10 @@ class Packer:
                 outcomes.append(error)
         return outcomes
 
-    # ------------------------------------------------------------------ who runs with whom
+    # ------------------------------------------------------------------ calls that run together
 
     def _groups(self, calls: Sequence[SessionCall], way: Packing) -> list[tuple[list[int], bool]]:
-        """(indices of calls, do they fit the way) for each group."""
+        """(indices of its calls, True if they can run this way) for each group."""
         groups: dict[tuple[Any, ...], tuple[list[int], bool]] = {}
         seen: set[int] = set()
         for idx, call in enumerate(calls):

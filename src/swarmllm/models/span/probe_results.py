@@ -22,8 +22,7 @@ from swarmllm.data_structures import BlockTraits, Span
 from swarmllm.files import replace_file
 from swarmllm.models.checkpoint.checkpoint import Checkpoint
 from swarmllm.models.quantization import Quantization, kernels
-from swarmllm.models.span.block_span import BlockSpan
-from swarmllm.models.span.kept_state import KeptState
+from swarmllm.models.span.block_span import BlockSpan, KeptState
 from swarmllm.models.span.span_cache import CacheSizes
 
 PROBES = "swarmllm_probes"

@@ -37,8 +37,7 @@ from swarmllm.data_structures import BlockTraits, Span
 from swarmllm.errors import UnsupportedModelError
 from swarmllm.models.block_slots import Observer
 from swarmllm.models.boundary.block_inputs import BlockInputs
-from swarmllm.models.span.block_span import BlockSpan
-from swarmllm.models.span.kept_state import KeptState
+from swarmllm.models.span.block_span import BlockSpan, KeptState
 from swarmllm.models.span.span_cache import CacheSizes, RollbackUnsupportedError, SpanCache
 from swarmllm.models.span.trials import (
     LENIENT,

@@ -162,7 +162,8 @@ class StepHeader(PeerModel):
     """Above 0: this step rebuilds caches. This many servers run it, this one included, and none answers tensors."""
     timings: Timings = ()
     inner: WantedInner | None = None
-    """True: each server answers its own values in a RESULT, on the stream that opened its session."""
+    """Values between blocks that the client wants. Each server answers its own in a RESULT, on the stream that opened
+    its session."""
 
 
 class ReplayHeader(PeerModel):

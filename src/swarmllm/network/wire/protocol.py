@@ -45,7 +45,7 @@ async def send_error(stream: FrameStream, error: SwarmError, **ids: object) -> N
 
 
 def raise_error(header: dict[str, Any], peer_id: str | None) -> NoReturn:
-    """Raise the error in an ERROR message of `peer_id`. Whoever it names, `peer_id` is the peer that fails its task."""
+    """Raise the error in an ERROR message of `peer_id`. Even if it names another peer, `peer_id` failed its task."""
     fields = parse(ErrorHeader, header, peer_id)
     raise error_from_code(fields.code, fields.message, peer_id)
 

@@ -369,7 +369,7 @@ class DeviceThread:
     # ------------------------------------------------------------------ called in the thread
 
     def adopt(self, *, doubling_tokens: int, beside_decode: int, step_ms: StepMs | None = None) -> None:
-        """Go by these figures from the next forward on; called by a call that has measured them.
+        """Use these numbers from the next forward on; called by a call that has measured them.
 
         `doubling_tokens` and `beside_decode` (`max_prefill_tokens_beside_decode`) are of `Budget`; decode steps are
         compared with `step_ms`.

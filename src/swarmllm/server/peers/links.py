@@ -77,7 +77,7 @@ class Targets:
         """Open a stream to that server, and greet it.
 
         Raises:
-            PeerUnreachableError: it can't be reached, for whatever reason.
+            PeerUnreachableError: it can't be reached, for any reason.
         """
         try:
             async with asyncio.timeout(TARGET_TIMEOUT_S):

@@ -1,7 +1,7 @@
 """Limits of one peer on this server: streams, and bytes of requests under way; and which clients come first.
 
 Called by the code that takes streams and requests in. While a request waits for room its stream isn't read, so that
-the rest stays with the peer. Sessions have limits of their own (`session_table`, `kv_cache`).
+the rest stays with the peer. Sessions have limits of their own (`sessions/session`, `kv_cache`).
 
 When a server is short of time or room, the clients that its owner names come first, and so do clients that serve the
 model themselves. Such a client shows, when it greets, a signature of a server (`network/p2p/identity`). It counts

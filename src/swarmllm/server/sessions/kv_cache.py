@@ -9,14 +9,14 @@ take when it is opened (`SessionSize`), not page by page as it grows. Paging wou
 refusal in the middle of an answer: the client would have to compute the whole text again on another server, when all
 are full.
 
-If memory runs out all the same, because other programs took it, the budget shrinks: the memory leased then can't have
-been there. It grows again when sessions end that were opened since, and is whole while there are none, so a short lack
-is soon forgotten.
+If memory still runs out, because other programs took it, the budget shrinks: the leased memory wasn't all there. It
+grows again when sessions that were opened later end, and is whole when there are no sessions. So a short lack of memory
+has no long effect.
 
 `WaitingRoom` counts the messages of one session, from before they are decoded until they have been run. A session's
-lease covers its cache, and as much again as its inputs take; so inputs may wait for free. A step that takes more (a
-mask of four axes, for example) may still come alone, if the budget has as much left while it waits. All messages count
-as bytes of the session's client, also those from a previous server: the client asked for them.
+lease covers its cache and the memory of its inputs, so inputs may wait for free. A step that takes more memory (a mask
+of four axes, for example) may come alone, if the budget has as much left while it waits. All messages count as bytes of
+the session's client, also those from a previous server: the client asked for them.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,7 @@
-"""The steps of one session as blocks and cache see them: checked, run, and their results kept for others.
+"""Run the steps of one session: check them, bring its cache to their position, and keep results for other sessions.
 
-Used by `session`, which takes steps in and passes outputs on; knows neither streams nor links. `wanted_inner` counts
-the hidden states and attention weights between blocks that clients want to see, for steps and for requests without a
-session.
+Used by `session`, which takes steps in and passes outputs on; knows neither streams nor links. `wanted_inner` computes
+the size of hidden states and attention weights that a client wants to see, for steps and for sessionless requests.
 """
 
 from collections.abc import Callable

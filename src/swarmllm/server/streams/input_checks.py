@@ -2,7 +2,7 @@
 
 Blocks broadcast shapes that fit by chance, so a few bytes too many could make them allocate gigabytes. A mask of
 another width than the text's can't be cut, so all of a prompt would run at once. An index outside its table ends a
-GPU's whole context. Called by `connection` and `sessionless_requests` before anything is queued.
+GPU's whole context. Called by `connection` before anything is queued.
 """
 
 import asyncio
@@ -17,8 +17,7 @@ from swarmllm.errors import CorruptActivationsError, RemoteProtocolError, Sessio
 from swarmllm.models.adapters.block_adapter import BlockAdapter, checked
 from swarmllm.models.adapters.dropout import SEEDS
 from swarmllm.models.architecture import text_config
-from swarmllm.models.boundary.block_inputs import BlockInputs
-from swarmllm.models.boundary.pictures import mask_names
+from swarmllm.models.boundary.block_inputs import BlockInputs, mask_names
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.trials import random_inputs
 from swarmllm.network.wire.compression import THREAD_BYTES

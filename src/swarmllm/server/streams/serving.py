@@ -1,7 +1,7 @@
-"""The blocks that a server serves now, with everything that clients have on them, and which clients may use them.
+"""The blocks that a server serves now, the sessions and adapters of clients on them, and the clients that may use them.
 
-`Serving` is made when blocks are loaded, and gone when they go. `Access` outlives it: all streams of a server share it,
-and only it keeps the `Serving`. Both know no messages.
+A `Serving` is made when blocks are loaded, and ends when they are unloaded. One `Access` lives as long as the server:
+all streams share it, and only it has a reference to the `Serving`. Neither knows messages.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from swarmllm.server.peers.peer_limits import PeerLimits
 from swarmllm.server.peers.pushes import Pushes
 from swarmllm.server.sessions.kv_cache import CacheBudget
 from swarmllm.server.sessions.prefix_cache import PrefixCache
-from swarmllm.server.sessions.session_table import SessionTable
+from swarmllm.server.sessions.session import SessionTable
 from swarmllm.server.settings import ServerLimits
 from swarmllm.server.streams.input_checks import InputChecks
 
@@ -260,7 +260,7 @@ class Access:
             self.serving = None
 
     def greeting(self) -> dict[str, object]:
-        """Describe the blocks to a peer that greets this server: `ServedBlocks`, or nothing if there are none."""
+        """Describe the blocks to a peer that greets this server: fields of `ServedBlocks`; empty if none is served."""
         if self.sleep is not None:
             return self.sleep.greeting
         if self.serving is not None:
