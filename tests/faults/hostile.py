@@ -288,23 +288,22 @@ def unsent_bytes(stream: RawStream) -> int:
 
 def held_bytes(server: Server, peer_id: str | None = None) -> int:
     """Bytes that the server holds for this peer, or for all."""
-    held = server.access.limits._bytes
-    return sum(held.values()) if peer_id is None else held.get(peer_id, 0)
+    return server.access.limits.num_bytes(peer_id)
 
 
 def num_awaited(server: Server) -> int:
     """Requests that wait for what another server pushes."""
-    return len(server.serving.pushes._waiting)
+    return server.serving.pushes.num_waiting
 
 
 def num_early(server: Server) -> int:
     """Pushes that came before their request."""
-    return len(server.serving.pushes._early)
+    return server.serving.pushes.num_early
 
 
 def dials(server: Server) -> bool:
     """True if the server has links, or is dialling for one."""
-    return bool(len(server.links) or server.links._dialling)
+    return bool(len(server.links) + server.links.num_dialling)
 
 
 async def hang_up(stream: FrameStream) -> None:
