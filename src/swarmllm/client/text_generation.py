@@ -212,6 +212,22 @@ def preferred_stops(config: Any) -> tuple[Any, ...]:
     return (stops,) if isinstance(stops, str) else tuple(stops)
 
 
+def answer_streamer(tokenizer: Any) -> Any:
+    """A streamer for `generate()` that prints the answer without its prompt, and without the space that many models
+    begin with."""
+    from transformers import TextStreamer
+
+    class Answer(TextStreamer):
+        begun = False
+
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            shown = text if self.begun else text.lstrip()
+            self.begun = self.begun or bool(shown)
+            super().on_finalized_text(shown, stream_end)
+
+    return Answer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+
 class Conversation:
     """Turns of a user and the model, all on one session: each turn computes only its new tokens.
 

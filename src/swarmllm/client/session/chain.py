@@ -142,6 +142,11 @@ class Chain:
         """The servers in use; empty before the first step."""
         return self._hops.route
 
+    @property
+    def num_under_way(self) -> int:
+        """Steps that were sent, and whose results nobody has taken yet."""
+        return len(self._in_flight)
+
     # ------------------------------------------------------------------ called from other threads
 
     def run_step(self, inputs: BlockInputs, *, has_noise: bool = False) -> Tensor:

@@ -260,6 +260,11 @@ class InferenceSession:
         return tuple(time for chain in self.chains for time in chain.timings)
 
     @property
+    def num_under_way(self) -> int:
+        """Steps that were sent to servers, and whose results nobody has taken yet."""
+        return sum(chain.num_under_way for chain in self.chains)
+
+    @property
     def num_repairs(self) -> int:
         """Number of repairs of chains of servers."""
         return sum(chain.num_repairs for chain in self.chains)

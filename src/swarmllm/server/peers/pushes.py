@@ -83,6 +83,16 @@ class Pushes:
         self._waiting: dict[str, _Waiting] = {}  # by token
         self._early: dict[tuple[str, str], tuple[Pushed, asyncio.TimerHandle]] = {}  # by sender and token
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for what another server pushes."""
+        return len(self._waiting)
+
+    @property
+    def num_early(self) -> int:
+        """Messages that came before their request."""
+        return len(self._early)
+
     @asynccontextmanager
     async def taken(self, previous: Predecessor, client: str) -> AsyncIterator[Pushed]:
         """Wait for the PUSH of `previous` for a request of `client`; its bytes count as the client's until the context
