@@ -32,13 +32,6 @@ RELATIVE = 1e-5
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory: Path = tmp_path_factory.mktemp("llama")
-    save_tiny("llama", directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
 def shared(llama: Path) -> Any:
     """Nothing that is refused may change it."""
     return InProcessSwarm(llama).client
