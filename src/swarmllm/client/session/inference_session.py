@@ -50,7 +50,7 @@ class InferenceSession:
         self,
         view: SwarmView,
         traits: BlockTraits,
-        spot_checks: SpotChecks,
+        spot_checks: SpotChecks | None,
         *,
         max_length: int | None = None,
         batch_size: int = 1,

@@ -268,7 +268,7 @@ class Peer:
             await stream.close()
 
     async def _start_relay(self, rules: RelayRules | None) -> None:
-        """Replace p2pd's own relay, which would serve anybody; also if this one serves nobody."""
+        """Replace p2pd's own relay, which would serve everybody. Do so even if this peer relays for nobody."""
         daemon = self._running_daemon()
 
         async def open_stop(peer_id: str) -> ByteStream:

@@ -11,7 +11,7 @@ server. Called by the code that handles streams and requests; knows nothing abou
     without tensors, from the client                the request ends with SessionLostError
     none                                            the same after `WAIT_S`
 
-What has been taken counts as the request's client's bytes, as if the client had sent it (`peer_limits`).
+The bytes of a PUSH that was taken count as bytes of the client whose request names it (`peer_limits`).
 """
 
 import asyncio
