@@ -294,7 +294,7 @@ LINEAR = {
 }
 
 
-@pytest.mark.parametrize("model_type", sampled(list(LINEAR), 4))
+@pytest.mark.parametrize("model_type", sampled(list(LINEAR), 8))
 def test_methods_on_other_architectures(model_type: str, tmp_path: Path) -> None:
     save_tiny(model_type, tmp_path)
     names = LINEAR[model_type]
