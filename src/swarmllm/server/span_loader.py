@@ -69,7 +69,7 @@ class _Measured:
 
 
 class SpanLoader:
-    """Loads blocks in this server's way: on which device, in which format, with which adapters."""
+    """Loads blocks with the device, the format and the adapters of this server."""
 
     def __init__(
         self, config: ServerConfig, checkpoint: Checkpoint, device_thread: DeviceThread, limits: PeerLimits

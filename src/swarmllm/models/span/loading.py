@@ -15,11 +15,12 @@ from transformers import PreTrainedModel
 
 from swarmllm.data_structures import Span
 from swarmllm.errors import ConfigurationError, UnsupportedModelError
+from swarmllm.machine_memory import return_free_memory, separate_weights
 from swarmllm.models.architecture import blocks_class, find_blocks, stack_of
 from swarmllm.models.block_slots import BlockSlots
-from swarmllm.models.checkpoint.block_digests import BlockDigests
 from swarmllm.models.checkpoint.checkpoint import Checkpoint
 from swarmllm.models.checkpoint.skeleton import (
+    BlockDigests,
     load_pruned,
     needed_tensors,
     on_meta,
@@ -27,7 +28,6 @@ from swarmllm.models.checkpoint.skeleton import (
     pruned,
     unused_before_blocks,
 )
-from swarmllm.models.free_memory import return_free_memory, separate_weights
 from swarmllm.models.parallel.shared import Group, share
 from swarmllm.models.quantization import FULL_PRECISION, Quantization
 from swarmllm.models.quantization.loading import LoadingConfig, check_quantized, hold_whole

@@ -17,8 +17,8 @@ from itertools import pairwise
 import torch
 
 from swarmllm.data_structures import Span
+from swarmllm.machine_memory import return_free_memory
 from swarmllm.models.boundary.block_inputs import BlockInputs
-from swarmllm.models.free_memory import return_free_memory
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.packing import Packer, Packing, SessionCall
 from swarmllm.models.span.span_cache import SpanCache

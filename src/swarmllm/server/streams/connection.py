@@ -86,6 +86,11 @@ class StreamHandler:
         self._fingerprint, self._greeted = fingerprint, greeted
         self._intake = Intake()
 
+    @property
+    def num_untaken_bytes(self) -> int:
+        """Bytes that peers have sent and no stream has taken yet."""
+        return self._intake.num_bytes
+
     async def __call__(self, stream: FrameStream) -> None:
         """Serve one stream until it ends."""
         peer_id, access = stream.peer_id, self.access
