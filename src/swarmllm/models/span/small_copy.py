@@ -33,7 +33,6 @@ from swarmllm.models.quantization import FULL_PRECISION
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.probe_results import ProbeResults
 from swarmllm.models.span.probes import probe
-from swarmllm.models.span.trials import worthwhile_threads
 
 logger = logging.getLogger(__name__)
 
@@ -137,8 +136,7 @@ def _probed_copy(checkpoint: Checkpoint, stack: Stack, dtype: torch.dtype) -> Bl
     for config in _copies(checkpoint.config):
         try:
             blocks = _random_blocks(config, stack, dtype)
-            with worthwhile_threads(blocks.stack):
-                probe(blocks)
+            probe(blocks)
         except Exception as error:  # model code with unforeseen sizes: try others
             logger.debug("a copy of %s doesn't run", checkpoint.name, exc_info=error)
             failure = failure or error

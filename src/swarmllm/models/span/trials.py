@@ -61,7 +61,8 @@ def worthwhile_threads(blocks: nn.Module) -> Iterator[None]:
 
     Threads wait for each other after each operation. If other programs have the cores, they wait longer than a small
     block computes. Measured (hidden 576, 2 cores, load 12): loading and probing 15 blocks took 0.6 s of processor time
-    with one thread, and 4.4 to 4.9 s with two.
+    with one thread, and 4.4 to 4.9 s with two. For servers only: threads that begin to compute meanwhile keep the
+    small number for good, and a client's process has threads of its user.
     """
     before = torch.get_num_threads()
     shapes = [parameter.shape for parameter in blocks.parameters()]
