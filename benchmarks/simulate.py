@@ -14,10 +14,7 @@ from dataclasses import asdict, dataclass, field
 
 import plots
 from common import save_results, table
-
-from swarmllm.data_structures import Span
-from swarmllm.swarm.placement import plan_move
-from swarmllm.swarm.simulator import (
+from swarm_simulator import (
     SimulationSettings,
     SwarmSimulator,
     grown_swarm,
@@ -25,6 +22,9 @@ from swarmllm.swarm.simulator import (
     route_cost_ratio,
     settle,
 )
+
+from swarmllm.data_structures import Span
+from swarmllm.swarm.placement import plan_move
 
 GROWTH_S, CHURN_S = 600.0, 900.0
 

@@ -24,7 +24,7 @@ config           settings
 invite           one word that says how to join a swarm
 data_structures  plain values that all rooms share, such as a server's announcement
 files            reading users' text, writing files safely, temporary directories
-machine_memory   main memory that this process may use
+machine_memory   main memory that this process may use; freed memory, given back
 errors           every error that a user can meet
 version          the version of this package
 """

@@ -170,8 +170,14 @@ class ServerInfo(PeerModel):
     wake_s: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)] = 0.0
     """Seconds to load the blocks again, which were unloaded because nobody used them; `queue_ms` includes them. 0 = the
     blocks are loaded."""
+    step_ms_p50: Milliseconds = 0.0
+    """Median of the time of recent decode steps, waiting included; 0 = none yet. For people to read, as the two
+    below."""
     step_ms_p95: Milliseconds = 0.0
-    """95th percentile of the time of recent decode steps, waiting included; 0 = none yet."""
+    """95th percentile of the same."""
+    token_ms: Milliseconds = 0.0
+    """Median of the time from token to token of recent texts, as this server saw their steps come: with the other
+    servers, the network and the client's own work. 0 = none yet."""
     tokens_served: Annotated[int, Field(ge=0, le=1 << 53)] = 0
     """Positions computed in sessions since the start."""
     failures_seen: Annotated[int, Field(ge=0, le=1 << 53)] = 0
@@ -259,6 +265,10 @@ class ServedBlocks(PeerModel):
 
 
 Size = Annotated[int, Field(ge=1, le=1 << 24)]
+
+
+MAX_WHOLE = 16 << 20
+"""Most numbers of a module that is trained as a whole; they travel after each step. Assumed."""
 
 
 class Patch(PeerModel):

@@ -4,9 +4,8 @@
     friends.swarm              a file with such a word
 
 An invite holds addresses of peers and optionally the model, the peer ids of a private swarm, and the name under which
-that swarm's servers are found. It gives no right to compute: servers check the identities of clients, and clients those
-of servers, whoever has read the invite. `config` unpacks invites among initial peers; `command_line` takes the model
-from them.
+that swarm's servers are found. It gives no right to compute: servers check the identities of clients, and clients check
+the identities of servers. `config` unpacks invites among initial peers; `command_line` takes the model from them.
 """
 
 import base64

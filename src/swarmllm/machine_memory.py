@@ -1,10 +1,17 @@
-"""Main memory that this process may use: the machine's, or less if a cgroup limits it.
+"""Memory: how much this process may use, and giving back what was freed.
+
+The main memory is the machine's, or less if a cgroup limits it.
 
 Containers, systemd units with `MemoryMax=` and batch systems limit memory by cgroups of version 1 or 2. Every level
 above the process's own group counts as well. psutil sees the whole machine. All rooms that size something by memory use
 this module.
+
+Freed memory isn't always given back to the operating system, or to other users of the GPU. `return_free_memory` does it
+where much was freed: after loading and measurements, after many sessions, and when memory has run out.
 """
 
+import contextlib
+import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +19,10 @@ from pathlib import Path
 import psutil
 
 PROC = Path("/proc/self")
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # mallopt(3)
+WHILE_LOADING_BYTES = 256 << 10
+AFTERWARDS_BYTES = 32 << 20
+"""The limit at which glibc's own, moving threshold ends: then the heap keeps the memory of activations for reuse."""
 
 
 @dataclass(frozen=True)
@@ -93,3 +104,40 @@ def _groups(proc: Path) -> Iterator[_Group]:
             yield _Group(level, _VERSIONS[kind])
             if level == top:
                 break
+
+
+@contextlib.contextmanager
+def separate_weights() -> Iterator[None]:
+    """Within, each weight gets pages of its own instead of a place on the heap, so that its memory is given back.
+
+    Measured: on the heap, a model of 41 MB would take 113, in holes that weights in full precision have left between
+    packed ones.
+    """
+    _allocate_pages_from(WHILE_LOADING_BYTES)
+    try:
+        yield
+    finally:
+        _allocate_pages_from(AFTERWARDS_BYTES)
+        return_free_memory()
+
+
+def return_free_memory() -> None:
+    """Give back freed memory of the heap, and memory of a GPU that torch keeps for its next tensors."""
+    import torch  # not at the top: commands without a model use this module, too
+
+    trim_heap()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
+
+
+def trim_heap() -> None:
+    """Give back memory of the heap alone. After each weight, a GPU's would have to be allocated again for the next."""
+    with contextlib.suppress(AttributeError, OSError):  # only glibc can and needs to
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _allocate_pages_from(num_bytes: int) -> None:
+    with contextlib.suppress(AttributeError, OSError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_MMAP_THRESHOLD, num_bytes)
+        libc.mallopt(M_TRIM_THRESHOLD, 2 * num_bytes)

@@ -197,7 +197,7 @@ class Guest:
     def leave(self, choice: random.Random) -> None:
         """Begin the step, and leave in its midst: the session, the model, or as a crash would."""
         self._thread.start()
-        wait(lambda: self._session.chains[0]._in_flight or not self._thread.is_alive(), "step")
+        wait(lambda: self._session.num_under_way or not self._thread.is_alive(), "step")
         time.sleep(choice.uniform(0, 0.2))
         match choice.randrange(3):
             case 0:

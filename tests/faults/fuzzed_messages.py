@@ -15,8 +15,8 @@ from hostile import MALLORY, SERVER, open_header, step_header
 from torch import Tensor
 
 from swarmllm.data_structures import Span
+from swarmllm.machine_memory import return_free_memory
 from swarmllm.models.boundary.block_inputs import TENSOR_NAMES
-from swarmllm.models.free_memory import return_free_memory
 from swarmllm.network.wire.compression import compress
 from swarmllm.network.wire.frames import FORMAT, MAGIC, PREFIX
 from swarmllm.network.wire.protocol import MessageType

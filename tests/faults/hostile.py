@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import torch
+from tests.raw_stream import RawStream
 from torch import Tensor
 
 from swarmllm.data_structures import Span
@@ -73,7 +74,7 @@ class Server:
         cache_tokens: int = CACHE_TOKENS,
         max_batch_tokens: int = MAX_BATCH_TOKENS,
         allowed_clients: Sequence[str] | None = None,
-        stream_type: type[FrameStream] = FrameStream,
+        stream_type: type[RawStream] = RawStream,
         pages: PrefixCache | None = None,
     ) -> None:
         self.blocks = blocks
@@ -97,7 +98,7 @@ class Server:
         )
         self.sessions = self.serving.sessions
         self.sessions.pages, self.budget = pages, self.sessions.budget
-        self.ends: set[FrameStream] = set()
+        self.ends: set[RawStream] = set()
         """The handler's ends of the streams."""
         self._streams: dict[FrameStream, asyncio.Task[None]] = {}
         self.failures: list[BaseException] = []
@@ -131,7 +132,7 @@ class Server:
                 raise
         return stream
 
-    async def _serve(self, stream: FrameStream) -> None:
+    async def _serve(self, stream: RawStream) -> None:
         self.ends.add(stream)
         try:
             await self.handler(stream)
@@ -276,35 +277,33 @@ def stop_reading(stream: FrameStream) -> None:
     stream._transport.pause_reading()
 
 
-def is_paused(stream: FrameStream) -> bool:
+def is_paused(stream: RawStream) -> bool:
     """True if so much waits that this end reads no more."""
-    return stream._inbox.is_paused
+    return not stream.transport.is_reading()
 
 
-def unsent_bytes(stream: FrameStream) -> int:
-    assert stream._transport is not None
-    return stream._transport.get_write_buffer_size()
+def unsent_bytes(stream: RawStream) -> int:
+    return stream.transport.get_write_buffer_size()
 
 
 def held_bytes(server: Server, peer_id: str | None = None) -> int:
     """Bytes that the server holds for this peer, or for all."""
-    held = server.access.limits._bytes
-    return sum(held.values()) if peer_id is None else held.get(peer_id, 0)
+    return server.access.limits.num_bytes(peer_id)
 
 
 def num_awaited(server: Server) -> int:
     """Requests that wait for what another server pushes."""
-    return len(server.serving.pushes._waiting)
+    return server.serving.pushes.num_waiting
 
 
 def num_early(server: Server) -> int:
     """Pushes that came before their request."""
-    return len(server.serving.pushes._early)
+    return server.serving.pushes.num_early
 
 
 def dials(server: Server) -> bool:
     """True if the server has links, or is dialling for one."""
-    return bool(len(server.links) or server.links._dialling)
+    return bool(len(server.links) + server.links.num_dialling)
 
 
 async def hang_up(stream: FrameStream) -> None:

@@ -137,7 +137,7 @@ async def floods_with_streams(mallory: Mallory) -> None:
         for _ in range(80):
             await mallory.open(number)
             await mallory.did(40)
-        if len(mallory._streams) > 1000:
+        if mallory.peer.num_streams > 1000:
             await mallory.leave()
 
 
@@ -340,8 +340,7 @@ async def serve_announced(
         try:
             await asyncio.Event().wait()
         finally:
-            for stream in tuple(mallory.peer._streams):
-                stream.abort()
+            mallory.peer.abort_streams()
 
 
 CLIENTS = (

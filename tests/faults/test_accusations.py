@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from swarm_in_process import Blocks, InProcessSwarm, Reference, Server
+from swarm_in_process import CLIENT, Blocks, InProcessSwarm, Reference, Server
 
+from swarmllm.client.session.open_route import OpenRoute
+from swarmllm.client.view.connection import Connection
 from swarmllm.errors import (
     CacheFullError,
     CorruptActivationsError,
@@ -67,26 +69,38 @@ def assert_steps_go_on(blocks: Blocks, swarm: InProcessSwarm) -> None:
             torch.testing.assert_close(session.step(given), reference.step(given))
 
 
-def test_an_accused_server_that_is_gone_is_blamed(blocks: Blocks) -> None:
-    """Its neighbour was faster to say so than this client's own stream to break."""
+@pytest.mark.parametrize("breaks", ["before it is asked", "while it is asked"])
+def test_an_accused_server_that_is_gone_is_blamed(blocks: Blocks, monkeypatch: pytest.MonkeyPatch, breaks: str) -> None:
+    """Its neighbour was faster to say so than this client's own stream to break. One repair is enough."""
+    look_after, ping = OpenRoute.look_after_accused, Connection.ping
     with InProcessSwarm(blocks, TWICE, announced=SLOWER, min_gain_to_move=1, compression="none") as swarm:
         swarm.first_route([swarm.hop(*hop) for hop in FIRST])
-        with swarm.session(max_length=64) as session:
-            session.step(torch.randn(1, 5, blocks.all.embedding_dim))
-            hops, victim = session.chains[0]._hops, swarm.servers[1]
+        victim = swarm.servers[1]
 
-            async def look() -> None:
-                accuser, accused = hops[0], hops[1]
-                accusation = PeerUnreachableError("it has hung up", victim.peer_id)
-                accusation.accused_by = accuser.peer_id
-                async with session.chains[0]._busy:  # a step is under way, and about to be repaired
-                    assert hops.judged(accuser, accusation) is accusation
+        async def look_late(route: OpenRoute, timeout_s: float) -> None:
+            for hop in route[:]:
+                if breaks == "before it is asked" and hop.peer_id == victim.peer_id:
                     victim.die()
-                    while accused.connection.error is None:  # noqa: ASYNC110 - no event tells
+                    while hop.connection.error is None:  # noqa: ASYNC110 - no event tells
                         await asyncio.sleep(0)
-                    await hops.look_after_accused(timeout_s=60)
+            await look_after(route, timeout_s)
 
-            blocks.loop.run_coroutine(look())
+        async def hang_up(connection: Connection) -> float:
+            if connection.peer_id == victim.peer_id:
+                (served,) = (stream for stream in victim.streams if stream.peer_id == CLIENT)
+                served.abort()
+            return await ping(connection)
+
+        monkeypatch.setattr(OpenRoute, "look_after_accused", look_late)
+        monkeypatch.setattr(Connection, "ping", hang_up)
+        accuse = Accuser(swarm, 0, 1, PeerUnreachableError.code, names_step=True)
+        reference = Reference(blocks.all)
+        with swarm.session(max_length=64) as session:
+            for length in (5, 1):
+                given = torch.randn(1, length, blocks.all.embedding_dim)
+                torch.testing.assert_close(session.step(given), reference.step(given))
+                swarm.on_message = lambda *message: session.num_repairs or accuse(*message)
+            assert session.num_repairs == 1
         assert swarm.view.blamed == {victim.peer_id}
 
 

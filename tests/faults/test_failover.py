@@ -42,7 +42,7 @@ NUM_TOKENS = 16
 
 def requests_of(session: Any) -> Callable[[], object]:
     """True if steps of this session are under way."""
-    return lambda: session.chains[0]._in_flight
+    return lambda: session.num_under_way
 
 
 @places("middle", "last")

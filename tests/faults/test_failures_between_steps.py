@@ -9,16 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from swarm_in_process import CLIENT, Blocks, InProcessSwarm, Reference
+from swarm_in_process import CLIENT, Blocks, InProcessSwarm, Reference, Server
 
+from swarmllm.client.session.in_flight import InFlight
 from swarmllm.client.session.inference_session import InferenceSession
 from swarmllm.client.session.open_route import Hop, OpenRoute
-from swarmllm.errors import PeerTimeoutError, ServerOutOfMemoryError
+from swarmllm.errors import PeerTimeoutError, ServerOutOfMemoryError, SwarmError
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.network.wire import liveness
 from swarmllm.network.wire.protocol import FrameStream, Message, MessageType
 from swarmllm.server.sessions.prefix_cache import PrefixCache, SharedPrefix
-from swarmllm.server.sessions.session import Session
+from swarmllm.server.sessions.step_runner import StepRunner
 
 STEP_TIMEOUT_S = 60.0
 
@@ -40,30 +41,30 @@ def assert_steps(blocks: Blocks, swarm: InProcessSwarm, session: InferenceSessio
     assert swarm.view.counts[PeerTimeoutError.code] == 0
 
 
-def last_server(swarm: InProcessSwarm, hops: Any) -> Any:
-    return swarm.server(hops[-1].peer_id)
+def last_server(swarm: InProcessSwarm, session: InferenceSession) -> Server:
+    return swarm.server(session.route[-1].server.peer_id)
 
 
 def test_a_step_behind_one_that_fails_and_that_nobody_wants(
     blocks: Blocks, swarm: InProcessSwarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A guess was wrong, so its step is stale; the server drops with it what comes behind, and says so once."""
-    run_step, arrived, failed = Session._run_step, [], []
+    run, arrived, failed = StepRunner.run, [], []
 
-    async def run_out_of_memory(server_session: Session, step: Any) -> None:
+    async def run_out_of_memory(runner: StepRunner, step: Any) -> Any:
         if step.header.seq_len == len(guess[0]) and not failed:
             while len(arrived) < 3:  # noqa: ASYNC110 - until the next step waits behind this one
                 await asyncio.sleep(0.01)
             failed.append(step)
             raise ServerOutOfMemoryError("no room", None)
-        await run_step(server_session, step)
+        return await run(runner, step)
 
     def on_message(server: Any, message: Message) -> None:
         if server is swarm.servers[0] and message.type is MessageType.STEP:
             arrived.append(message)
 
     swarm.on_message = on_message
-    monkeypatch.setattr(Session, "_run_step", run_out_of_memory)
+    monkeypatch.setattr(StepRunner, "run", run_out_of_memory)
     reference = Reference(blocks.all)
     text, guess, right = (torch.randn(1, length, blocks.all.embedding_dim) for length in (5, 3, 2))
     with swarm.session() as session:
@@ -78,19 +79,22 @@ def test_a_step_behind_one_that_fails_and_that_nobody_wants(
 def test_a_server_that_dies_while_others_are_linked(
     blocks: Blocks, swarm: InProcessSwarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    link, died = Hop.link, asyncio.Event()
+    link, on_answer, told = Hop.link, InFlight.on_answer, asyncio.Event()
+
+    def noted(in_flight: InFlight, connection: Any, answer: Any, request: int | None) -> None:
+        on_answer(in_flight, connection, answer, request)
+        if isinstance(answer, SwarmError):
+            told.set()
 
     async def link_slowly(hop: Hop, successor: Hop | None, epoch: int) -> int:
         position = await link(hop, successor, epoch)
-        if hop.span.start == 0 and not died.is_set():
-            died.set()
-            chain = session.chains[0]
-            while chain._in_flight._failure is None:
-                last_server(swarm, chain._hops).die()
-                await asyncio.sleep(0.01)  # until its predecessor or its own stream has told
+        if hop.span.start == 0 and not told.is_set():
+            last_server(swarm, session).die()
+            await told.wait()  # its predecessor or its own stream has told
         return position
 
     monkeypatch.setattr(Hop, "link", link_slowly)
+    monkeypatch.setattr(InFlight, "on_answer", noted)
     with swarm.session(max_length=64) as session:
         assert_steps(blocks, swarm, session, 5, 1)
 
@@ -102,9 +106,8 @@ def test_a_server_that_is_lost_while_its_predecessor_dials_it(
     connect, never = swarm.connect, asyncio.Event()
 
     async def connect_first(caller: str, called: str) -> Any:
-        chain = session.chains[0]
-        if caller != CLIENT and not swarm.view.counts and called == chain._hops[-1].peer_id:
-            last_server(swarm, chain._hops).die()
+        if caller != CLIENT and not swarm.view.counts and called == last_server(swarm, session).peer_id:
+            last_server(swarm, session).die()
             await never.wait()
         return await connect(caller, called)
 
@@ -118,7 +121,7 @@ def test_a_server_that_dies_during_a_move_that_fails(
     blocks: Blocks, swarm: InProcessSwarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def exchange(hops: OpenRoute, *_: Any) -> bool:
-        last_server(swarm, hops).die()
+        last_server(swarm, session).die()
         while hops.usable:  # noqa: ASYNC110 - nothing tells
             await asyncio.sleep(0.01)
         return False
@@ -157,16 +160,26 @@ def test_memory_that_runs_out_behind_an_answer(
 
 
 class Lossy:
-    """A transport of which nothing arrives."""
+    """A transport of which nothing arrives from some time on."""
 
-    def __init__(self, transport: Any) -> None:
-        self._transport = transport
+    def __init__(self, transport: asyncio.BaseTransport) -> None:
+        self.loses = False
+        self._wrapped = transport
 
     def write(self, data: bytes) -> None:
-        pass
+        if not self.loses:
+            self._wrapped.write(data)  # type: ignore[attr-defined]
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
+        return getattr(self._wrapped, name)
+
+
+class LossyStream(FrameStream):
+    """A stream over one."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.lossy = Lossy(transport)
+        super().connection_made(self.lossy)  # type: ignore[arg-type]
 
 
 def test_a_link_that_carries_nothing_one_way_is_left(blocks: Blocks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,13 +190,21 @@ def test_a_link_that_carries_nothing_one_way_is_left(blocks: Blocks, monkeypatch
     monkeypatch.setattr(liveness, "LEAST_SILENCE_S", 0.2)
     end = blocks.num_blocks
     with InProcessSwarm(blocks, [(0, 3), (3, end)], step_timeout_s=STEP_TIMEOUT_S) as swarm:
-        first, second = swarm.servers
+        new_ends, links = swarm.new_ends, []
+
+        def lossy_between_servers(server: Server, caller: str) -> tuple[FrameStream, FrameStream]:
+            served, stream = new_ends(server, caller)
+            if caller != CLIENT:
+                links.append(stream := LossyStream(server.peer_id))
+            return served, stream
+
+        monkeypatch.setattr(swarm, "new_ends", lossy_between_servers)
 
         async def lose() -> None:
-            link = first.links._links[second.peer_id].stream
+            (link,) = links
             while link.liveness.round_trip_s is None:  # noqa: ASYNC110 - nothing tells
                 await asyncio.sleep(0.01)
-            link._transport = Lossy(link._transport)  # type: ignore[assignment]
+            link.lossy.loses = True
 
         reference = Reference(blocks.all)
         with swarm.session(max_length=64) as session:

@@ -214,7 +214,7 @@ async def check_nothing_left(server: Server, leased: int) -> None:
         # The streams are the honest client's, and the link of the server to itself.
         while (  # noqa: ASYNC110
             held_bytes(server)
-            or server.handler._intake.num_bytes
+            or server.handler.num_untaken_bytes
             or limits.num_streams() > 2
             or server.device_thread.num_calls
         ):

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -30,8 +31,8 @@ MODEL = ModelRecord(name="tiny", fingerprint=FINGERPRINT, num_blocks=4)
 class Swarm:
     """Two honest nodes, one of which is a server, and a hostile one."""
 
-    def __init__(self, first: Peer, server: Peer, mallory: Peer) -> None:
-        self.first, self.server, self.mallory = first, server, mallory
+    def __init__(self, first: Peer, server: Peer, mallory: Peer, identity: Identity) -> None:
+        self.first, self.server, self.mallory, self.mallorys_identity = first, server, mallory, identity
         self.info = ServerInfo(peer_id=server.peer_id, addrs=server.addrs, start=0, end=4)
 
     async def flood(self, target: Peer, records: Iterable[dht_protocol.SentRecord], *, in_one: int = 256) -> list[bool]:
@@ -65,12 +66,13 @@ def ghost(key: str = KEY, *, identity: Identity | None = None, num_bytes: int = 
 
 
 @pytest.fixture
-async def swarm() -> AsyncIterator[Swarm]:
+async def swarm(tmp_path: Path) -> AsyncIterator[Swarm]:
     async with await Peer.create() as first:
         server = await Peer.create(initial_peers=first.join_maddrs)
-        mallory = await Peer.create(initial_peers=first.join_maddrs)
+        identity = Identity.load_or_create(tmp_path / "mallory")
+        mallory = await Peer.create(initial_peers=first.join_maddrs, identity_path=tmp_path / "mallory")
         async with server, mallory:
-            swarm = Swarm(first, server, mallory)
+            swarm = Swarm(first, server, mallory, identity)
             await BlockDirectory(server).announce(MODEL, swarm.info, ttl_s=600)
             yield swarm
 
@@ -107,7 +109,7 @@ async def test_dht_stall(swarm: Swarm) -> None:
     identity = Identity.generate()
     flood = [ghost(servers_key(f"{number:08}"), identity=identity) for number in range(2000)]
     await swarm.flood(swarm.first, flood)
-    own = [ghost(servers_key(f"{number:08}"), identity=swarm.mallory._identity) for number in range(64)]
+    own = [ghost(servers_key(f"{number:08}"), identity=swarm.mallorys_identity) for number in range(64)]
     taken = await swarm.flood(swarm.first, own, in_one=4)
     assert sum(taken) == MAX_KEYS_PER_OWNER
     records = dht_node(swarm.first).protocol.storage.records
@@ -119,7 +121,7 @@ async def test_dht_stall(swarm: Swarm) -> None:
 
 async def test_keys_of_another_kind_are_not_kept(swarm: Swarm) -> None:
     """Nor are large values in the register of checkpoints, nor what its owner wants cached."""
-    identity = swarm.mallory._identity
+    identity = swarm.mallorys_identity
     names = ["swarmllm.v1.files", "swarmllm.v1.servers.short", "swarmllm.v1.servers.with a space", "swarmllm.v1.models"]
     assert not any(await swarm.flood(swarm.first, [ghost(name, identity=identity) for name in names], in_one=4))
     protocol, record = dht_node(swarm.mallory).protocol, ghost(identity=identity)

@@ -433,13 +433,13 @@ async def test_a_step_that_comes_when_the_last_one_is_answered_is_let_in(
         stream = await opened(server, max_length=30)
         (session,) = server.sessions
         answered = asyncio.Event()
-        pass_on = session._pass_on
+        say = session.owner.send
 
         async def slowly(*arguments: Any) -> None:
-            await pass_on(*arguments)
+            await say(*arguments)
             await answered.wait()
 
-        monkeypatch.setattr(session, "_pass_on", slowly)
+        monkeypatch.setattr(session.owner, "send", slowly)
         inputs = hidden_states(blocks, 30).double()  # twice as wide as the server's
         result(await step(stream, 0, inputs))
         for _ in range(2):  # one more waits than has been answered

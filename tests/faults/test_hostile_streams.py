@@ -32,11 +32,12 @@ from hostile import (
     until,
     write_bytes,
 )
+from tests.raw_stream import RawStream
 
 from swarmllm.errors import ServerOverloadedError, SwarmError
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.network.wire.frames import MAX_MESSAGE_BYTES, PREFIX, SMALL_BYTES, encode_message
-from swarmllm.network.wire.protocol import FrameStream, MessageType, hello, welcome
+from swarmllm.network.wire.protocol import MessageType, hello, welcome
 from swarmllm.server.peers import peer_limits
 
 
@@ -45,7 +46,7 @@ def blocks(two_blocks: BlockSpan) -> BlockSpan:
     return two_blocks
 
 
-class Impatient(FrameStream):
+class Impatient(RawStream):
     """A stream with short times."""
 
     def start_keepalive(self, interval_s: float = 0.05, misses: int = 3) -> None:

@@ -18,7 +18,7 @@ import pytest
 import torch
 from swarm_in_process import Blocks, InProcessSwarm, Server
 from tests.numerics.rope_models import BORDER, KINDS, NUM_BLOCKS, VOCABULARY, save_rope
-from tests.numerics.test_speculation import FixedPlanner
+from tests.planners import FixedPlanner
 from tests.selection import sampled
 from tests.swarm.test_conversations import continued_locally, words
 from torch import Tensor

@@ -171,7 +171,7 @@ def test_refused(llama: Path, swarm: Faulty, tmp_path: Path) -> None:
         open_backed(str(other))
     with pytest.raises(ConfigurationError, match="must be a model for text generation, and '/nowhere' can't be loaded"):
         open_backed("/nowhere")
-    with pytest.raises(ConfigurationError, match="fallback_after goes with fallback_to_local"):
+    with pytest.raises(ConfigurationError, match="fallback_after needs fallback_to_local"):
         ClientConfig(fallback_after=2)
     with pytest.raises(ConfigurationError, match="fallback_after must be at least 1, not 0"):
         ClientConfig(fallback_to_local=str(llama), fallback_after=0)

@@ -35,6 +35,7 @@ from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.network.wire.protocol import FrameStream, Message, MessageType
 from swarmllm.server.sessions.prefix_cache import PAGE_TOKENS, PrefixCache
+from swarmllm.server.sessions.session import Outlet
 
 SESSION, OTHER = "a" * 32, "b" * 32
 LENGTH = PAGE_TOKENS + 40
@@ -145,13 +146,12 @@ async def test_a_page_of_a_step_that_failed_is_not_kept(blocks: BlockSpan, monke
     async with serving(blocks, pages=pages) as server:
         async with client_of(server, MALLORY, SESSION) as mallory:
             result(await mallory.step(0, victim[:, :30]))
-            (session,) = server.sessions
 
             async def fail(*_: Any) -> None:
                 raise MemoryError
 
             with monkeypatch.context() as patch:
-                patch.setattr(session, "_pass_on", fail)
+                patch.setattr(Outlet, "send", fail)
                 assert error_code(await mallory.step(30, victim[:, 30:50])) == "out_of_memory"
             result(await mallory.step(50, victim[:, 50:]))
         assert len(pages) == 0

@@ -21,10 +21,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from swarmllm import LocalSwarm
-from swarmllm.client.session.open_route import Hop, OpenRoute
 from swarmllm.client.view import routes
 from swarmllm.data_structures import RouteHop, ServerInfo, ServerState, Span
-from swarmllm.errors import MissingBlocksError, PeerTimeoutError, PeerUnreachableError
+from swarmllm.errors import MissingBlocksError, PeerUnreachableError
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.network.wire.protocol import Message, MessageType
 from swarmllm.server.device.forward_backward import Graph
@@ -441,30 +440,3 @@ def test_a_server_that_takes_long_is_waited_for_where_nobody_else_serves_its_blo
         torch.testing.assert_close(session.step(given), whole(blocks, given))
         assert session.num_repairs == 0
         assert not swarm.view.blamed
-
-
-def test_a_stream_that_breaks_during_a_repair_costs_no_second_one(
-    blocks: Blocks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its server accused first; asked for a sign of life, the accused one gives none."""
-    end = blocks.num_blocks
-    with InProcessSwarm(blocks, [(0, 3), (3, end), (3, end)]) as swarm, swarm.session(max_length=64) as session:
-        reference = Reference(blocks.all)
-        given = hidden_states(1, 5)
-        torch.testing.assert_close(session.step(given), reference.step(given))
-        chain = session.chains[0]
-        first, second = chain._hops
-        chain._hops._doubts[first, second] = 1
-        chain._in_flight.is_linked = False
-        look_after = OpenRoute._look_after
-
-        async def breaks(route: OpenRoute, hop: Hop, timeout_s: float) -> None:
-            if hop is second:
-                hop.connection._stream._end(PeerTimeoutError, "did not answer")
-            await look_after(route, hop, timeout_s)
-
-        monkeypatch.setattr(OpenRoute, "_look_after", breaks)
-        given = hidden_states(1, 1)
-        torch.testing.assert_close(session.step(given), reference.step(given))
-        assert session.num_repairs == 1
-        assert swarm.view.blamed == {second.peer_id}

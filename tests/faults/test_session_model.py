@@ -392,7 +392,7 @@ class Sessions(RuleBasedStateMachine):
         await self._until(lambda: not self.tasks)
         assert not held_bytes(self.server)
         await self._until(lambda: not self.server.access.limits.num_streams())
-        assert self.server.handler._intake.num_bytes == 0
+        assert self.server.handler.num_untaken_bytes == 0
         await self.server.close()
         assert not self.server.failures
         assert not self.unhandled

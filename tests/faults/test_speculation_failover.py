@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from fault_tools import Doom, Faulty, at_token
 from swarm_models import connected, generate_seeded, prompt, save_head_beside
-from tests.swarm.test_speculation import FixedPlanner
+from tests.planners import FixedPlanner
 from transformers import PreTrainedModel
 
 pytestmark = pytest.mark.rotates(3, whole_file=True)
@@ -65,8 +65,8 @@ def _survives(model: Any, swarm: Faulty, local: PreTrainedModel, doom: Doom, pla
     with model.inference_session(max_length=100) as session:
 
         def strike() -> None:
-            under_way.append(len(session.chains[0]._ahead))
-            doom(swarm.on_route(session.route, place), lambda: session.chains[0]._in_flight)
+            under_way.append(session.num_under_way)
+            doom(swarm.on_route(session.route, place), lambda: session.num_under_way)
 
         generated = generate_seeded(model, prompt(), **options, logits_processor=at_token(8, strike))
         assert 1 <= session.num_repairs <= 2  # the dead server's neighbour may notice before the client does

@@ -70,6 +70,8 @@ class InProcessServers:
         self.tasks = tasks
         self.servers: dict[str, InProcessServer] = {}
         self._streams: list[FrameStream] = []
+        self.links: list[FrameStream] = []
+        """Streams that servers have opened to each other."""
         self._ids = itertools.count(1)
 
     def add(self, blocks: BlockSpan) -> InProcessServer:
@@ -85,6 +87,8 @@ class InProcessServers:
         near, far = socket.socketpair()
         stream, served = await _end(near, peer_id), await _end(far, caller)
         self._streams += [stream, served]
+        if caller != CLIENT:
+            self.links.append(stream)
         self.tasks.create_task(self.servers[peer_id].handler(served))
         await hello(stream)
         return stream

@@ -1,5 +1,6 @@
 """Hooks on blocks: what they can't change is refused. `test_architectures` has what they can, of every architecture."""
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 
 from swarmllm.errors import ConfigurationError
 from swarmllm.models.shell.hollow_modules import ModulePlace
-from swarmllm.models.shell.playback import hooked_bounds, open_to_hooks
+from swarmllm.models.shell.playback import open_to_hooks
 
 
 @pytest.fixture(scope="module")
@@ -53,14 +54,14 @@ def test_a_mask_in_place(client: Any) -> None:
 
 
 def test_where_a_model_cannot_be_cut() -> None:
-    blocks = [nn.Linear(2, 2) for _ in range(3)]
+    blocks, num_used = [nn.Linear(2, 2) for _ in range(3)], Counter[int]()
     for block_idx, block in enumerate(blocks):
-        open_to_hooks(block, ModulePlace(f"block {block_idx}"), block_idx, 3, forbidden={1, 3})
+        open_to_hooks(block, ModulePlace(f"block {block_idx}"), block_idx, 3, {1, 3}, num_used)
     for block_idx, register in ((0, "register_forward_hook"), (1, "register_forward_pre_hook")):
         with pytest.raises(ConfigurationError, match=f"block {block_idx}, because this model can't be cut there"):
             getattr(blocks[block_idx], register)(print)
     handles = [blocks[2].register_forward_hook(print), blocks[2].register_forward_pre_hook(print)]
-    assert hooked_bounds(dict(enumerate(blocks))) == {2, 3}
+    assert num_used == {2: 1, 3: 1}
     for handle in handles:
         handle.remove()
-    assert not hooked_bounds(dict(enumerate(blocks)))
+    assert not num_used.total()

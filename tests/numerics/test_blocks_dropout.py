@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from swarmllm.errors import RemoteProtocolError
 from swarmllm.models.adapters.dropout import draw_seeds, keep_mask_of_pairs, training
-from swarmllm.models.architecture import Task, decoder_stack, find_blocks
+from swarmllm.models.architecture import Task, find_blocks, stack_module, stacks
 
 RATE = 0.3
 DROPS: dict[str, dict[str, Any]] = {
@@ -45,25 +45,31 @@ def save(model_type: str, directory: Path) -> Path:
 
 @contextmanager
 def the_same_masks(local: Any) -> Iterator[None]:
-    """The local model draws seeds where a client does, and its blocks, and they alone, leave out what they say."""
-    blocks = dict(enumerate(find_blocks(local).blocks))
-    seeds: list[tuple[Tensor, bool]] = []
-    running = ExitStack()
+    """Each stack of the local model draws seeds where a client's does; its blocks alone leave out what they say."""
+    with ExitStack() as hooks:
+        for stack in stacks(local.config):
+            _seed(local, stack, hooks)
+        yield
+
+
+def _seed(local: Any, stack: Any, hooks: ExitStack) -> None:
+    found = find_blocks(local, stack).blocks
+    blocks = {stack.span.start + idx: block for idx, block in enumerate(found)}
+    drawn: list[tuple[Tensor, bool]] = []
+    running = hooks.enter_context(ExitStack())
 
     def draw(_: Any, args: Any, kwargs: Any) -> None:
         given = args[0] if args else kwargs.get("input_ids")
         given = kwargs["inputs_embeds"] if given is None else given
-        seeds.append((draw_seeds(*given.shape[:2]), kwargs.get("past_key_values") is not None))
+        drawn.append((draw_seeds(*given.shape[:2]), kwargs.get("past_key_values") is not None))
 
     def begin(*_: Any) -> None:
-        running.enter_context(training(blocks, {}, seeds[-1][0], cached=seeds[-1][1]))
+        running.enter_context(training(blocks, {}, drawn[-1][0], cached=drawn[-1][1]))
 
-    with ExitStack() as hooks:
-        stack = decoder_stack(local)
-        hooks.callback(stack.register_forward_pre_hook(draw, with_kwargs=True).remove)
-        hooks.callback(blocks[0].register_forward_pre_hook(begin).remove)
-        hooks.callback(blocks[len(blocks) - 1].register_forward_hook(lambda *_: running.close()).remove)
-        yield
+    module = stack_module(local, stack)
+    hooks.callback(module.register_forward_pre_hook(draw, with_kwargs=True).remove)
+    hooks.callback(found[0].register_forward_pre_hook(begin).remove)
+    hooks.callback(found[len(found) - 1].register_forward_hook(lambda *_: running.close()).remove)
 
 
 def gradients(model: Any, labels: Tensor, names: Callable[[str], bool]) -> dict[str, Tensor]:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_speculation import FixedPlanner, Obsessed, Speculating, client_ahead, save_sharp_llama
+from test_speculation import Obsessed, Speculating, client_ahead, save_sharp_llama
+from tests.planners import FixedPlanner
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import BPE

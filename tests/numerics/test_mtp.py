@@ -20,9 +20,10 @@ from swarmllm.client.speculative_generation import (
 )
 from swarmllm.demo.local_swarm import embedded_heldout_texts
 from swarmllm.errors import ConfigurationError, WeightsMismatchError
+from swarmllm.models.architecture import decoder_stack
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.checkpoint.fingerprint import fingerprint
-from swarmllm.speculation.drafters import DEEPEST, MAX_CONTEXT, MTP_KIND, MtpDrafter
+from swarmllm.speculation.drafters import DEEPEST, MAX_CONTEXT, MTP_KIND, MtpDrafter, note_states
 
 VOCABULARY = 128
 
@@ -47,13 +48,39 @@ def text(length: int, seed: int = 0) -> list[int]:
     return torch.randint(3, VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+def show(drafter: MtpDrafter, model: Any, hidden: Tensor) -> None:
+    """Let it see hidden states `[seq, hidden]`, as if a forward of the model had given them."""
+    with drafter.following(model):
+        note_states(decoder_stack(model), (), (hidden[None],))
+
+
 def tell(drafter: MtpDrafter, source: WithHead, tokens: list[int], first: int, *, beyond: int = 0) -> None:
     """Have it see the forward that a step at position `first - 1` makes, whose last `beyond` guesses are wrong."""
-    with drafter.following(source.model), torch.no_grad():
-        seen = [*tokens[:-1], *([7] * beyond)]
-        whole = source.model.get_decoder()(torch.tensor([seen])).last_hidden_state
-    del drafter._seen[: max(0, first - 1)]
-    assert len(drafter._seen) == whole.shape[1] - max(0, first - 1)
+    with torch.no_grad():
+        whole = source.model.get_decoder()(torch.tensor([[*tokens[:-1], *([7] * beyond)]])).last_hidden_state
+    show(drafter, source.model, whole[0, max(0, first - 1) :])
+
+
+class Watched:
+    """A head that notes the hidden states that it is fed."""
+
+    def __init__(self, head: Any) -> None:
+        self._head = head
+        self.fed: list[Tensor] = []
+
+    def states(self, tokens: Any, hidden: Tensor, cache: Any) -> Tensor:
+        self.fed += list(hidden)
+        found: Tensor = self._head.states(tokens, hidden, cache)
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._head, name)
+
+
+def watched_drafter(source: WithHead) -> tuple[Watched, MtpDrafter]:
+    weights = wanted_mtp_weights(open_checkpoint(str(source.directory)))
+    head: Any = Watched(load_mtp_head(source.model, weights, torch.float32))
+    return head, MtpDrafter(lambda: head)
 
 
 @pytest.mark.parametrize("length", [2, 3, 11])
@@ -113,15 +140,14 @@ def test_kinds_count_from_the_last_known_hidden_state(llama: WithHead) -> None:
 
 
 def test_only_the_end_of_a_long_prompt_is_shown_to_the_head(llama: WithHead) -> None:
-    drafter = new_drafter(llama)
-    drafter._seen = list(torch.randn(MAX_CONTEXT + 9, 64))
+    head, drafter = watched_drafter(llama)
+    hidden = torch.randn(MAX_CONTEXT + 9, 64)
+    show(drafter, llama.model, hidden)
     drafter.extend(text(MAX_CONTEXT + 9))
     drafter.extend([5])
     assert drafter.begin()
     drafter.more(1)
-    assert drafter._num_fed == MAX_CONTEXT
-    assert drafter._cache is not None
-    assert drafter._cache.position == MAX_CONTEXT
+    assert torch.equal(torch.stack(head.fed), hidden[-MAX_CONTEXT:])
 
 
 def test_a_checkpoint_with_a_head_is_to_a_swarm_what_it_is_without(llama: WithHead, tmp_path: Path) -> None:
@@ -143,7 +169,7 @@ def test_a_large_head_is_not_read_unasked(llama: WithHead, monkeypatch: pytest.M
 def test_a_text_sees_its_own_forwards_alone(llama: WithHead) -> None:
     """While other threads generate on the same model, and other models in this one."""
     other = AutoModelForCausalLM.from_pretrained(embedded_model_path(), dtype=torch.float32)
-    drafters = [new_drafter(llama), new_drafter(llama)]
+    (first, second), drafters = zip(*(watched_drafter(llama) for _ in range(2)), strict=True)
     both_follow = threading.Barrier(2, timeout=60)
 
     def follow(drafter: MtpDrafter, tokens: list[int]) -> Tensor:
@@ -155,8 +181,12 @@ def test_a_text_sees_its_own_forwards_alone(llama: WithHead) -> None:
     with ThreadPoolExecutor(2) as threads:
         shown = list(threads.map(follow, drafters, (text(5, 1), text(7, 2))))
     llama.model(torch.tensor([text(3)]))
-    for drafter, expected in zip(drafters, shown, strict=True):
-        torch.testing.assert_close(torch.stack(drafter._seen), expected)
+    for head, drafter, expected in zip((first, second), drafters, shown, strict=True):
+        drafter.extend(text(len(expected)))
+        drafter.extend([5])
+        assert drafter.begin()
+        drafter.more(1)
+        torch.testing.assert_close(torch.stack(head.fed), expected)
 
 
 def test_threads_share_a_head(llama: WithHead, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,9 +205,9 @@ def test_threads_share_a_head(llama: WithHead, monkeypatch: pytest.MonkeyPatch) 
     assert all(weight.dtype == torch.float32 for weight in parts.parameters()), "those in use stay as they are"
 
 
-def test_without_a_head_nothing_is_guessed() -> None:
+def test_without_a_head_nothing_is_guessed(llama: WithHead) -> None:
     drafter = MtpDrafter(lambda: None)
-    drafter._seen = list(torch.randn(3, 8))
+    show(drafter, llama.model, torch.randn(3, 64))
     drafter.extend([5, 6, 7])
     assert not drafter.begin()
 
@@ -189,12 +219,12 @@ def test_the_embedded_model_has_a_head_that_is_worth_it() -> None:
     head = load_mtp_head(model, wanted_mtp_weights(checkpoint), torch.float32)
     drafter = MtpDrafter(lambda: head)
     tokens = AutoTokenizer.from_pretrained(embedded_model_path())(embedded_heldout_texts()[0]).input_ids
-    with drafter.following(model), torch.no_grad():
-        best = model(torch.tensor([tokens])).logits[0].argmax(-1).tolist()
-    seen = drafter._seen.copy()
+    with torch.no_grad():
+        hidden = model.get_decoder()(torch.tensor([tokens])).last_hidden_state[0]
+        best = model.lm_head(hidden).argmax(-1).tolist()
     right = 0
     for position in range(len(tokens) - 1):
-        drafter._seen[:] = [seen[position]]
+        show(drafter, model, hidden[position : position + 1])
         drafter.extend(tokens[position + 1 : position + 2])
         assert drafter.begin()
         right += drafter.more(1) == [best[position + 1]]

@@ -1,6 +1,8 @@
 """Promises of a span besides exactness: cuts, traits, memory of its own, gradients, refusals."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +13,12 @@ from swarmllm.errors import ConfigurationError, UnsupportedModelError
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.checkpoint.skeleton import block_bytes
+from swarmllm.models.quantization import kernels
+from swarmllm.models.span import loading
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
-from swarmllm.models.span.trials import kind_of
+from swarmllm.models.span.packing_probe import PackingProbe, right_ways
+from swarmllm.models.span.trials import kind_of, worthwhile_threads
 
 
 def _span(model_type: str, directory: Path, span: Span, dtype: torch.dtype | None = None) -> BlockSpan:
@@ -71,6 +76,48 @@ def test_blocks_of_one_kind_have_the_same_settings(tmp_path: Path) -> None:
     assert len({kind_of(llama, block_idx) for block_idx in range(4)}) == 1
     sliding = [kind_of(gemma, block_idx) for block_idx in range(4)]
     assert sliding[0] == sliding[2] != sliding[1] == sliding[3]
+
+
+@pytest.fixture
+def four_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("rows", "threads"), [(1, 1), (1024, 1), (2048, 2), (16384, 4)])
+@pytest.mark.usefixtures("four_threads")
+def test_threads_that_a_matrix_keeps_busy(rows: int, threads: int) -> None:
+    blocks = torch.nn.ModuleList([torch.nn.Linear(kernels.WORTH_A_THREAD // 1024, rows, device="meta")])
+    with worthwhile_threads(blocks):
+        assert torch.get_num_threads() == threads
+    assert torch.get_num_threads() == 4
+
+
+@pytest.mark.usefixtures("four_threads")
+def test_small_blocks_are_loaded_and_tried_by_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of other programs would be waited for after each operation."""
+    seen: dict[str, int] = {}
+
+    def noting(owner: object, name: str) -> None:
+        usual = getattr(owner, name)
+
+        def note(*args: Any, **options: Any) -> Any:
+            seen[name] = torch.get_num_threads()
+            return usual(*args, **options)
+
+        monkeypatch.setattr(owner, name, note)
+
+    for name in ("load_pruned", "check_quantized", "probe"):
+        noting(loading, name)
+    noting(PackingProbe, "agrees")
+    right_ways(_span("llama", tmp_path, Span(0, 2)))
+    assert seen == {"load_pruned": 1, "check_quantized": 1, "probe": 1, "agrees": 1}
+    assert torch.get_num_threads() == 4
+    monkeypatch.setattr(kernels, "WORTH_A_THREAD", 1)
+    right_ways(_span("llama", tmp_path, Span(0, 2)))
+    assert set(seen.values()) == {4}
 
 
 def test_a_forbidden_cut_is_announced_and_refused(tmp_path: Path) -> None:

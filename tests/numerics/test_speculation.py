@@ -6,7 +6,6 @@ In one process: two spans and a session that takes steps ahead, but computes eac
 import itertools
 import shutil
 from collections import deque
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 from in_process_swarm import InProcessRunner, InProcessSession, Route
 from safetensors.torch import load_file, save_file
+from tests.planners import FixedPlanner
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -37,7 +37,7 @@ from swarmllm.models.shell.loading import load_client_shell
 from swarmllm.models.shell.remote_cache import RemoteCache
 from swarmllm.models.span.loading import load_block_span
 from swarmllm.speculation.drafters import MTP_KIND, BestDrafter, MtpDrafter, NGramDrafter
-from swarmllm.speculation.planner import PLAIN, Plan, Planner
+from swarmllm.speculation.planner import Plan, Planner
 from swarmllm.speculation.sampling_loop import Speculation
 
 VOCABULARY = 12
@@ -77,16 +77,6 @@ class AheadRunner(InProcessRunner):
 
     def new_cache_session(self, batch_size: int, max_length: int | None) -> AheadSession:
         return AheadSession(self.route)
-
-
-class FixedPlanner(Planner):
-    """The same plan whatever was seen."""
-
-    fixed = Plan(2, 3)
-    latency_pays = True
-
-    def plan(self, acceptance: Sequence[float], max_tokens: int) -> Plan:
-        return Plan(min(self.fixed.chunk, max_tokens), self.fixed.depth) if max_tokens > 0 else PLAIN
 
 
 class Obsessed(NGramDrafter):
@@ -244,15 +234,14 @@ def with_head(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 def test_the_same_tokens_with_a_head(
     ahead: Any, local: PreTrainedModel, with_head: Path, kind: str, who: str, plan: Plan
 ) -> None:
-    ahead.planner, made = FixedPlanner(), []
-    ahead.planner.fixed = plan
+    ahead.planner, made = FixedPlanner(plan), []
     new = by_head(with_head, ahead, ahead.planner)[who]
     ahead.drafter = lambda: made.append(new()) or made[-1]
     expected, generated = generate(local, **OPTIONS[kind]), generate(ahead, **OPTIONS[kind])
 
     assert generated.tolist() == expected.tolist()
     assert ahead.session.position == generated.shape[1] - 1
-    assert any(kind <= MTP_KIND for kind in ahead.planner._accepted), "the head never guessed"
+    assert any(kind <= MTP_KIND for kind in ahead.planner.judged), "the head never guessed"
     if who == "alone":  # however often it was wrong: it knows what a new one would know
         fresh = new()
         with fresh.following(local), torch.no_grad():
@@ -369,8 +358,7 @@ def test_samples_follow_the_distribution(drafter: type) -> None:
     """Chi-square of the transitions in 24 000 sampled tokens against the table that they were drawn from."""
     num_texts, num_tokens = 40, 600
     table = 0.7 * torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(1))
-    planner, seen, right = FixedPlanner(), torch.zeros(VOCABULARY, VOCABULARY), 0.0
-    planner.fixed = Plan(2, 2)
+    planner, seen = FixedPlanner(Plan(2, 2)), torch.zeros(VOCABULARY, VOCABULARY)
     config = GenerationConfig(do_sample=True, max_length=num_tokens + 1)
     stop = StoppingCriteriaList([MaxLengthCriteria(num_tokens + 1)])
     with torch.random.fork_rng(devices=[]):
@@ -385,12 +373,11 @@ def test_samples_follow_the_distribution(drafter: type) -> None:
             )[0]
             assert len(text) == num_tokens + 1
             seen.index_put_((text[:-1], text[1:]), torch.tensor(1.0), accumulate=True)
-            right += sum(accepted.right for accepted in planner._accepted.values())
     expected = seen.sum(1, keepdim=True) * torch.softmax(table, dim=-1)
     assert expected.min() > 5, "cells must not be too rare for the test"
     statistic = float(((seen - expected) ** 2 / expected).sum())
     freedom = VOCABULARY * (VOCABULARY - 1)
     # Wilson and Hilferty 1931: the cube root of chi-square over its degrees of freedom is nearly normal.
     deviation = ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / (2 / (9 * freedom)) ** 0.5
-    assert right > 0, "no guess was ever right"
+    assert planner.right.total() > 0, "no guess was ever right"
     assert abs(deviation) < 3.3, f"chi-square {statistic:.1f} with {freedom} degrees of freedom: one in a thousand"

@@ -1,8 +1,6 @@
 """Dropout of encoder-decoders in training: equal to a local model whose blocks, of both stacks, leave out the same."""
 
 import json
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +8,14 @@ import peft
 import pytest
 import torch
 from tests.numerics.in_process_swarm import encoder_decoder_client
+from tests.numerics.test_blocks_dropout import RATE, the_same_masks
 from tests.numerics.tiny_encoder_decoders import inputs_of, save_tiny_model
 from tests.selection import sampled
 from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM
 
 from swarmllm.errors import RemoteProtocolError
-from swarmllm.models.adapters.dropout import draw_seeds, training
-from swarmllm.models.architecture import find_blocks, stack_module, stacks
 
-RATE = 0.3
 RATES = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout", "dropout_rate"), RATE)
 DROPS = ("t5", "umt5", "bart", "marian", "pegasus", "plbart", "m2m_100", "blenderbot", "t5gemma")
 LABELS = torch.randint(3, 100, (2, 5), generator=torch.Generator().manual_seed(2))
@@ -36,34 +32,6 @@ def _with_rates(settings: dict[str, Any]) -> dict[str, Any]:
     return {
         key: _with_rates(value) if isinstance(value, dict) else RATES.get(key, value) for key, value in settings.items()
     }
-
-
-@contextmanager
-def the_same_masks(local: Any) -> Iterator[None]:
-    """Each stack draws seeds where a client's does, and its blocks leave out what they say."""
-    with ExitStack() as hooks:
-        for stack in stacks(local.config):
-            _seed(local, stack, hooks)
-        yield
-
-
-def _seed(local: Any, stack: Any, hooks: ExitStack) -> None:
-    found = find_blocks(local, stack).blocks
-    blocks = {stack.span.start + idx: block for idx, block in enumerate(found)}
-    drawn: list[tuple[Tensor, bool]] = []
-    running = hooks.enter_context(ExitStack())
-
-    def draw(_: Any, args: Any, kwargs: Any) -> None:
-        given = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
-        drawn.append((draw_seeds(*given.shape[:2]), kwargs.get("past_key_values") is not None))
-
-    def begin(*_: Any) -> None:
-        running.enter_context(training(blocks, {}, drawn[-1][0], cached=drawn[-1][1]))
-
-    module = stack_module(local, stack)
-    hooks.callback(module.register_forward_pre_hook(draw, with_kwargs=True).remove)
-    hooks.callback(found[0].register_forward_pre_hook(begin).remove)
-    hooks.callback(found[len(found) - 1].register_forward_hook(lambda *_: running.close()).remove)
 
 
 def gradients(model: Any, given: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -26,7 +26,7 @@ from swarmllm.server.settings import ServerConfig
 from swarmllm.server.streams.serving import Access, Serving, StackBlocks
 
 PEER_ID = "12D3KooWFfoRMzqUD91vDKX6igC7p7M2G2EMN2SZG28GBvt4SvGU"
-MEASURED = Throughput(forward_tokens_per_s=1.0, decode_ms_per_block=1.0)
+MEASURED = Throughput(forward_tokens_per_s=4.0, decode_ms_per_block=1.0)  # real forwards take 4 times as long
 BRIDGES = [f"/ip4/172.{number}.0.1/tcp/31337" for number in range(17, 32)]
 OUTSIDE, LAN, OWN = "/ip4/93.184.216.34/tcp/31337", "/ip4/192.168.1.10/tcp/31337", "/ip4/127.0.0.1/tcp/31337"
 
@@ -71,8 +71,11 @@ def announced(
         adapters=SimpleNamespace(names=()),
         device_thread=SimpleNamespace(
             load=SimpleNamespace(queue_ms=0.0, num_tokens=3, num_failures=0),
+            step_ms_p50=1.0,
             step_ms_p95=1.5,
+            token_ms=9.0,
             pace=2.0,
+            forward_pace=4.0,
             niceness=Niceness(),
         ),
     )

@@ -61,6 +61,10 @@ class RawPeer:
         """Bytes, as they are."""
         self.stream._transport.write(data)
 
+    def stop_reading(self) -> None:
+        """Not one answer is read any more."""
+        self.stream._transport.pause_reading()
+
 
 class RawPeers:
     """Streams of one peer id."""

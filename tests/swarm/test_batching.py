@@ -79,7 +79,7 @@ def free_cache(model: Any) -> list[int]:
 
 async def stall(raw: RawPeer) -> None:
     """Steps without end, and not one answer is read."""
-    raw.stream._transport.pause_reading()
+    raw.stop_reading()
     session = await raw.open(max_length=512)
     while True:
         await raw.step(session, torch.zeros(1, 256, HIDDEN), seq_len=256)

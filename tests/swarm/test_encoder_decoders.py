@@ -136,7 +136,7 @@ def test_what_an_encoder_decoder_cant_do_is_refused(model: Any, directory: Path)
         model(**source(), decoder_input_ids=torch.ones(2, 1, dtype=torch.long), output_hidden_states=True)
     with pytest.raises(UnsupportedModelError, match="AutoDistributedModelForSeq2SeqLM"):
         AutoDistributedModelForCausalLM.from_pretrained(str(directory))
-    with pytest.raises(ConfigurationError, match="the encoder's outputs"):
+    with pytest.raises(ConfigurationError, match="the decoder needs encoder outputs"):
         model(encoder_outputs=(torch.randn(3, 4, 64),), decoder_input_ids=torch.ones(2, 1, dtype=torch.long))
 
 

@@ -61,8 +61,7 @@ async def server(two_peers: tuple[Peer, Peer]) -> AsyncIterator[Peer]:
     """It serves streams as the last test told it to; those that a test leaves open end with it."""
     yield two_peers[0]
     for peer in two_peers:
-        for stream in tuple(peer._streams):
-            stream.abort()
+        peer.abort_streams()
 
 
 @pytest.fixture
@@ -158,10 +157,11 @@ async def test_the_last_words_of_a_handler_are_heard_by_a_peer_that_is_still_sen
     for _ in range(20):
         stream = await client.open_stream(server.peer_id)
         await stream.send(MessageType.FORWARD, {"id": 1})
-        while not stream.closed and not stream._inbox:
+        receiving = asyncio.create_task(stream.receive())
+        while not stream.closed and not receiving.done():
             await stream.send(MessageType.PONG, {"n": 0})
             await asyncio.sleep(0)
-        assert (await stream.receive()).header == {"id": 1}
+        assert (await receiving).header == {"id": 1}
         stream.abort()
 
 
@@ -179,12 +179,17 @@ async def test_64_mib_both_ways_while_pings_go_through(server: Peer, client: Pee
 
 
 async def test_a_message_over_the_cap_ends_its_stream_only(server: Peer, client: Peer) -> None:
-    await server.serve_streams(polite_echo)
+    async def serve(stream: FrameStream) -> None:
+        await welcome(stream)
+        while True:
+            await stream.receive()
+            await stream.send(MessageType.RESULT, {}, [bytes(2 << 20)])
+
+    await server.serve_streams(serve)
     small = await greeted(client.open_stream(server.peer_id, max_message_bytes=1 << 20))
     large = await greeted(client.open_stream(server.peer_id))
-    await large.send(MessageType.STEP, {}, [bytes(2 << 20)])
-    small._inbox.max_message_bytes = 4 << 20  # what it may send; what it takes stays
-    await small.send(MessageType.STEP, {}, [bytes(2 << 20)])
+    for stream in (large, small):
+        await stream.send(MessageType.STEP, {})
     with pytest.raises(RemoteProtocolError, match="cap"):
         await small.receive()
     assert len((await large.receive()).payload) == 2 << 20
@@ -530,10 +535,11 @@ class Forger(RecordValidator):
 
 
 @pytest.mark.rotates(3)
-async def test_forged_records_are_neither_stored_nor_believed(new_peer: NewPeer) -> None:
+async def test_forged_records_are_neither_stored_nor_believed(new_peer: NewPeer, tmp_path: Path) -> None:
     first = await new_peer()
     victim = await new_peer(first)
-    mallory = await new_peer(first)
+    identity = Identity.load_or_create(tmp_path / "identity")
+    mallory = await new_peer(first, identity_path=tmp_path / "identity")
     client = BlockDirectory(await new_peer(first, client_mode=True))
     key = servers_key(FINGERPRINT)
     genuine = info(victim)
@@ -551,13 +557,13 @@ async def test_forged_records_are_neither_stored_nor_believed(new_peer: NewPeer)
     text = [key, forged.model_dump_json()]
     own = [key, genuine.model_copy(update={"peer_id": mallory.peer_id}).model_dump_json()]
     await attack(text, 90, victim.peer_id, None)  # unsigned
-    await attack(text, 91, victim.peer_id, mallory._identity)  # signed by another
-    await attack(own, 3600, mallory.peer_id, mallory._identity)  # lives too long
-    await attack(["elsewhere", own[1]], 92, mallory.peer_id, mallory._identity)  # another namespace
-    await attack(own[1], 93, mallory.peer_id, mallory._identity)  # another shape
-    await attack("all your base", 600, None, mallory._identity)  # plain: would replace the whole dictionary
+    await attack(text, 91, victim.peer_id, identity)  # signed by another
+    await attack(own, 3600, mallory.peer_id, identity)  # lives too long
+    await attack(["elsewhere", own[1]], 92, mallory.peer_id, identity)  # another namespace
+    await attack(own[1], 93, mallory.peer_id, identity)  # another shape
+    await attack("all your base", 600, None, identity)  # plain: would replace the whole dictionary
     # What it may say is what it says of itself.
-    node.protocol.record_validator = Forger(mallory._identity)
+    node.protocol.record_validator = Forger(identity)
     assert await node.store(key, own, time.time() + 94, subkey=mallory.peer_id)
     assert {server.peer_id for server in await client.servers(FINGERPRINT)} == {victim.peer_id, mallory.peer_id}
     # A record of its own that speaks of another peer is stored, and skipped by readers.

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from swarmllm import LocalSwarm
 from swarmllm.client.batches import hop_batches
-from swarmllm.client.batches.hop_batches import Neighbours, PushedBatches
+from swarmllm.client.batches.hop_batches import ALONE, Neighbours, PushedBatches
 from swarmllm.network.wire.messages import Predecessor, Target
 from swarmllm.network.wire.stream import traffic
 
@@ -118,49 +118,42 @@ def test_spot_checks_are_for_what_was_relayed(llama: Path, swarm: LocalSwarm) ->
         assert num_pushed(model) == 0
 
 
+@pytest.mark.parametrize(("unlinked", "left"), [((1,), 1), ((0, 1), 0)], ids=str)
 @pytest.mark.parametrize("work", [logits, gradients])
 @pytest.mark.rotates(3)
 def test_a_target_that_cannot_be_reached(
-    llama: Path, swarm: LocalSwarm, relaying: Any, monkeypatch: pytest.MonkeyPatch, work: Any
+    llama: Path,
+    swarm: LocalSwarm,
+    relaying: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    work: Any,
+    unlinked: tuple[int, ...],
+    left: int,
 ) -> None:
     """It is relayed, without blame, and the two aren't asked again."""
-    between, middle = hop_batches._with_neighbours, swarm.servers[1].peer_id
+    wrong = {swarm.servers[number].peer_id for number in unlinked}
+    nobody = Target(peer_id=NOBODY, addrs=("/ip4/127.0.0.1/tcp/1",), token="0" * 32)
 
-    def to_nobody(*args: Any) -> Iterator[tuple[Any, Neighbours]]:
-        for part, said in between(*args):
-            nobody = Target(peer_id=NOBODY, addrs=("/ip4/127.0.0.1/tcp/1",), token="0" * 32)
-            yield part, replace(said, target=nobody) if part.peer_id == middle else said
-
-    monkeypatch.setattr(hop_batches, "_with_neighbours", to_nobody)
     with connected(llama, swarm.initial_peers) as model:
-        got, expected = work(model, prompt(1, 12)), work(relaying, prompt(1, 12))
-        for one, other in zip(got, expected, strict=True):
-            assert torch.equal(one, other)
-        pushed = model.remote_blocks.batches.pushed
-        assert set(pushed._unlinked) == {(middle, NOBODY)}
-        assert pushed.num_pushed == (2 if work is gradients else 1)
+        requests = model.remote_blocks.batches.requests
+        send = requests.send
+
+        async def to_nobody(kind: Any, hop: Any, *args: Any, neighbours: Neighbours = ALONE, **options: Any) -> Any:
+            if hop.server.peer_id in wrong and neighbours.target is not None:
+                neighbours = replace(neighbours, target=nobody)
+            return await send(kind, hop, *args, neighbours=neighbours, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(requests, "send", to_nobody)
+            for _ in unlinked:
+                got, expected = work(model, prompt(1, 12)), work(relaying, prompt(1, 12))
+                for one, other in zip(got, expected, strict=True):
+                    assert torch.equal(one, other)
+        before = num_pushed(model)
+        logits(model, prompt(1, 12))
+        assert num_pushed(model) - before == left, "a chain ends where the next server couldn't be reached last time"
         assert_nobody_is_avoided(model)
         assert not model.swarm.counts
-
-
-def test_servers_that_are_not_linked(swarm: LocalSwarm, model: Any, relaying: Any) -> None:
-    """A chain ends where the next server couldn't be reached last time."""
-    first, middle, last = (server.peer_id for server in swarm.servers)
-    pushed, expected = model.remote_blocks.batches.pushed, logits(relaying, prompt(1, 12))
-
-    def pushes() -> int:
-        before = num_pushed(model)
-        assert torch.equal(logits(model, prompt(1, 12)), expected)
-        return num_pushed(model) - before
-
-    try:
-        pushed._unlink(middle, last)
-        assert pushes() == 1
-        pushed._unlink(first, middle)
-        assert pushes() == 0
-    finally:
-        pushed._unlinked.clear()
-    assert pushes() == 2
 
 
 @pytest.mark.parametrize("work", [logits, gradients])

@@ -4,7 +4,7 @@ Texts, losses and the state of torch's generator are compared over any sequence 
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from swarm_models import OPTIONS, connected, load_local, save_head_beside
 from tests.numerics.tiny_models import save_tiny
+from tests.planners import FixedPlanner, NotedPlanner
 from tests.swarm.test_dropout import with_the_same_masks
 from tests.swarm.test_peft import tuned
 from torch import Tensor
@@ -27,7 +28,6 @@ from transformers import DynamicCache
 from swarmllm import ClientConfig, LocalSwarm
 from swarmllm.client.speculative_generation import Speculator
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
-from swarmllm.speculation.planner import PLAIN, Plan, Planner
 
 pytestmark = pytest.mark.rotates(3, whole_file=True)
 
@@ -35,15 +35,6 @@ DELAY_MS = 15.0
 """One way; a round trip is more than the 20 ms from which on `auto` guesses."""
 NUM_TOKENS = 10
 DROPOUT = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear", lora_dropout=0.3)
-
-
-class AlwaysAhead(Planner):
-    """Sends guesses although nothing is far."""
-
-    latency_pays = True
-
-    def plan(self, acceptance: Sequence[float], max_tokens: int) -> Plan:
-        return Plan(min(2, max_tokens), 3) if max_tokens > 0 else PLAIN
 
 
 @dataclass
@@ -56,14 +47,14 @@ class Pair:
     guessing: Any
     """The distributed model of the client, which may be within one of peft."""
 
-    def guess(self, kind: str, *, always: bool) -> Planner:
+    def guess(self, kind: str, *, always: bool) -> NotedPlanner:
         """From now on the client speculates in this way; with `always`, however near the servers are."""
         kind = str(self.directory) if kind == "model" else kind
         config = ClientConfig(speculation=kind)
         self.guessing.speculator = speculator = Speculator(config, open_checkpoint(str(self.directory)), self.guessing)
-        if always:
-            speculator.planner = AlwaysAhead()
-        return speculator.planner
+        least_s = speculator.planner.min_latency_s
+        speculator.planner = planner = FixedPlanner() if always else NotedPlanner(min_latency_s=least_s)
+        return planner
 
 
 @pytest.fixture(scope="module")
@@ -230,4 +221,4 @@ def test_guesses_were_sent(far_gpt2: Pair, near_llama: Pair) -> None:
         ids, options = repetitive(12, 3), {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
         texts = [model.generate(input_ids=ids, **options).tolist() for model in (pair.client, pair.local)]
         assert texts[0] == texts[1]
-        assert planner._accepted, "nothing was guessed"
+        assert planner.judged, "nothing was guessed"

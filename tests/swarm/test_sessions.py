@@ -221,14 +221,14 @@ def test_hidden_states_of_another_shape_are_refused(model: Any) -> None:
 def test_a_text_that_is_done_leaves_no_session_behind(llama: Path, swarm: LocalSwarm) -> None:
     """Its streams end, and with them the caches on the servers, without waiting for the garbage collector."""
     with connected(llama, swarm.initial_peers) as model:
-        streams = model.swarm.look_ups.peer._streams
+        peer = model.swarm.look_ups.peer
         gc.disable()
         try:
             for options in ({}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}, {"do_sample": True}):
                 generate_seeded(model, prompt(), max_new_tokens=5, **options)
             with torch.no_grad():
                 model(prompt(), use_cache=True)
-            wait_until(lambda: not [stream for stream in list(streams) if not stream.closed], "the sessions' end")
+            wait_until(lambda: peer.num_streams == 0, "the sessions' end")
         finally:
             gc.enable()
 

@@ -1,6 +1,6 @@
 """Speculation over real servers: the tokens of the plain way, with several steps under way."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,31 +17,18 @@ from swarm_models import (
     save_llama,
     wait_until,
 )
+from tests.planners import FixedPlanner, NotedPlanner
 from transformers import PreTrainedModel
 
 from swarmllm import LocalSwarm
 from swarmllm.client import speculative_generation
 from swarmllm.errors import ConfigurationError
 from swarmllm.speculation.drafters import MTP_KIND
-from swarmllm.speculation.planner import PLAIN, Plan, Planner
 from swarmllm.speculation.sampling_loop import Speculation
 
 pytestmark = pytest.mark.rotates(3, whole_file=True)
 
 NUM_TOKENS = 24
-
-
-class FixedPlanner(Planner):
-    """Always runs ahead, though loopback would not pay for it."""
-
-    latency_pays = True
-
-    def plan(self, acceptance: Sequence[float], max_tokens: int) -> Plan:
-        return Plan(min(2, max_tokens), 4) if max_tokens > 0 else PLAIN
-
-    def right(self) -> float:
-        """Guesses that were right, of late."""
-        return sum(accepted.right for accepted in self._accepted.values())
 
 
 @pytest.fixture(scope="module")
@@ -102,9 +89,9 @@ def test_the_same_tokens(
     for model in (ahead, guessing, by_head):
         model.speculator.planner = FixedPlanner()
         assert_same_tokens(model, local, ids, max_new_tokens=NUM_TOKENS, **options)
-        assert model.speculator.planner._accepted, "nothing was guessed"
+        assert model.speculator.planner.judged, "nothing was guessed"
     if not options:
-        assert ahead.speculator.planner.right() >= NUM_TOKENS / 2
+        assert ahead.speculator.planner.right.total() >= NUM_TOKENS / 2
 
 
 def test_what_cannot_run_ahead_takes_the_plain_way(ahead: Any, local: PreTrainedModel) -> None:
@@ -113,7 +100,7 @@ def test_what_cannot_run_ahead_takes_the_plain_way(ahead: Any, local: PreTrained
     assert_same_tokens(ahead, local, prompt(), max_new_tokens=5, num_beams=3)
     assert_same_tokens(ahead, local, prompt(), max_new_tokens=5, num_return_sequences=2, do_sample=True)
     assert_same_tokens(ahead, local, prompt(), max_new_tokens=5, prompt_lookup_num_tokens=3)
-    assert not ahead.speculator.planner._accepted
+    assert not ahead.speculator.planner.judged
 
 
 def test_a_conversation_goes_on_in_its_session(ahead: Any, by_head: Any, local: PreTrainedModel) -> None:
@@ -124,18 +111,18 @@ def test_a_conversation_goes_on_in_its_session(ahead: Any, by_head: Any, local: 
             longer = torch.cat([first, prompt(1, 4, seed=2)], dim=1)
             assert_same_tokens(model, local, longer, max_new_tokens=NUM_TOKENS)
             assert session.num_repairs == 0
-            wait_until(lambda session=session: not session.chains[0]._in_flight, "the end of what was under way")
+            wait_until(lambda session=session: session.num_under_way == 0, "the end of what was under way")
 
 
 def test_a_far_swarm_has_the_head_guess_by_itself(with_head: Path, swarm: LocalSwarm, local: PreTrainedModel) -> None:
     with connected(with_head, swarm.initial_peers) as model:
-        model.speculator.planner.min_latency_s = TIMEOUT_S
+        model.speculator.planner = near = NotedPlanner(min_latency_s=TIMEOUT_S)
         assert_same_tokens(model, local, prompt(), max_new_tokens=NUM_TOKENS)
-        assert not any(kind <= MTP_KIND for kind in model.speculator.planner._accepted), "it is near, so far"
+        assert not any(kind <= MTP_KIND for kind in near.judged), "it is near, so far"
         model.speculator.planner = planner = FixedPlanner()
         planner.saw_verdict(MTP_KIND, 30, 0)
         assert_same_tokens(model, local, prompt(), max_new_tokens=NUM_TOKENS)
-        assert planner._accepted[MTP_KIND].total < 30, "the head was asked"
+        assert planner.judged[MTP_KIND] > 30, "the head was asked"
 
 
 def test_a_text_may_have_other_threads_beside_it(by_head: Any, local: PreTrainedModel) -> None:

@@ -156,6 +156,20 @@ def test_the_best_route() -> None:
     assert lines[4].endswith("alone would take about 5.0 ms if it held all 8 blocks (it holds 0:4)")
 
 
+def test_the_expected_time_is_shown_beside_the_seen_one() -> None:
+    used = {"step_ms_p50": 3.25, "step_ms_p95": 7.5, "token_ms": 12.5, "version": "1"}
+    snapshot = SwarmSnapshot(8, (server("a", 0, 4, **used), server("b", 4, 8, **used | {"token_ms": 14.5})))
+    headline = describe_coverage(snapshot).splitlines()[0]
+    assert "about 6.0 ms per token; recent texts took 13.5 ms" in headline
+    head, row, *_ = (re.split("  +", line) for line in describe_swarm(snapshot))
+    shown = dict(zip(head[1:], row[1:], strict=True))
+    assert (shown["ms/token"], shown["seen ms"], shown["p95 ms"]) == ("2.0", "3.2", "7.5")
+    status = ModelStatus(RECORD, snapshot).as_json()
+    assert (status["expected_ms_per_token"], status["seen_ms_per_token"]) == (6.0, 13.5)
+    unused = ModelStatus(RECORD, SwarmSnapshot(8, (server("a", 0, 8),))).as_json()
+    assert (unused["expected_ms_per_token"], unused["seen_ms_per_token"]) == (5.0, None)
+
+
 def test_strangers_cannot_steer_the_terminal() -> None:
     evil = server("evil", 0, 8, public_name="\x1b[2Jgone\n", version="\a1")
     assert "\x1b" not in "".join(describe_swarm(SwarmSnapshot(8, (evil,))))

@@ -44,7 +44,7 @@ from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint, r
 from swarmllm.models.checkpoint.fingerprint import fingerprint
 from swarmllm.models.checkpoint.skeleton import block_bytes
 from swarmllm.models.shell.client_shell import embed, head
-from swarmllm.models.shell.hollow_modules import rows_of_one_call
+from swarmllm.models.shell.hollow_modules import remove_row_hooks
 from swarmllm.models.shell.loading import load_client_shell
 from swarmllm.models.shell.remote_cache import RemoteCache
 from swarmllm.models.shell.stack_forward import SplitForward
@@ -239,11 +239,15 @@ class DistributedModelForCausalLM(DistributedModel):
         Inside an inference session only what the session hasn't seen is computed. As with transformers, give the whole
         text so far: the session is rolled back to where it agrees with it.
         """
-        with rows_of_one_call(self), generation.continued_session(self, inputs, kwargs) as note:
-            if getattr(super().generate, "__func__", None) is GenerationMixin.generate:
-                generation.add_own_loop(self, (inputs, *args), kwargs)
-            output = super().generate(inputs, *args, **kwargs)
-            note(output)
+        try:
+            with generation.continued_session(self, inputs, kwargs) as note:
+                if getattr(super().generate, "__func__", None) is GenerationMixin.generate:
+                    generation.add_own_loop(self, (inputs, *args), kwargs)
+                output = super().generate(inputs, *args, **kwargs)
+                note(output)
+        except BaseException:
+            remove_row_hooks(self)
+            raise
         return output
 
     def _prepare_generation_config(self, generation_config: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:

@@ -1,8 +1,8 @@
 """A model on this machine that finishes a text when the swarm fails.
 
 Set by `ClientConfig`'s `fallback_to_local` and `fallback_after`; `generation` runs its loop under it. A text of one row
-goes on from its last token; HearthNet's design starts the call again. The gateway has a fallback of its own, because it
-tells its readers.
+continues after its last token; HearthNet's design starts the call again. The gateway has a fallback of its own, because
+it tells its readers.
 """
 
 import logging

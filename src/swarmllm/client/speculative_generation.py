@@ -1,8 +1,8 @@
 """Where `generate()` begins to speculate, and the checkpoint's own head for guesses.
 
-`generation` asks `Speculator` for each greedy or sampled text; `ClientConfig.speculation` turns it on and off. Without
-guesses remain: several rows, blocks whose caches can't be rolled back, texts given as embeddings, and models whose
-forwards draw random numbers or have hooks of the user.
+`generation` asks `Speculator` for each greedy or sampled text; `ClientConfig.speculation` turns it on and off. There
+are no guesses for several rows, for blocks whose caches can't be rolled back, for texts given as embeddings, and for
+models whose forwards draw random numbers or have hooks of the user.
 
 `MtpHead` is a checkpoint's own head for multi-token prediction. It is loaded and run on this machine;
 `speculation/drafters` asks it. Its block runs as on servers, by the architecture's own forward.
@@ -142,7 +142,7 @@ class Speculator:
         return self._num_plain > 0
 
     def drafter_for(self, cache: RemoteCache) -> Drafter:
-        """A drafter for a text on this cache, whose session `generate()` has just opened or goes on with."""
+        """A drafter for a text on this cache. `generate()` has just opened its session, or continues it."""
         session = cache.session
         if not cache.forgets_early or (isinstance(session, InferenceSession) and session.records_past):
             return self.new_drafter()

@@ -1,7 +1,7 @@
 """Settings, models with their tokenizer, conversations: for the commands `generate` and `chat` and for the gateway.
 
-Both decide how they call `generate()`. So a checkpoint's generation_config.json doesn't: only the fields that are
-listed here are taken over from it.
+Commands and gateway decide themselves how tokens are chosen. Of a checkpoint's generation_config.json, they use only
+the fields that are listed here.
 """
 
 import logging

@@ -5,6 +5,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from swarmllm.swarm.block_map import (
     describe_machines,
     describe_shared_identities,
     describe_swarm,
+    seen_ms_per_token,
     state_name,
     terminal_width,
 )
@@ -35,9 +37,10 @@ EXAMPLES = """examples:
   swarmllm status --model bigscience/bloom --json
 
 columns, for all blocks of a server together:
-  tokens/s  tokens of large batches per second, as the server measured
-  ms/token  time of one token of one text
-  p95 ms    95 % of its last steps were ready within this time, with waiting
+  tokens/s  tokens of large batches per second, as measured, then as seen
+  ms/token  expected time of one token of one text
+  seen ms   half of its last steps were ready within this time, with waiting
+  p95 ms    95 % of them were
   served    tokens of texts since its start
   failed    failed requests since its start, for any reason
   cache     tokens of texts for which it has room
@@ -94,15 +97,17 @@ class ModelStatus:
         return [*lines, f"  to serve them: {command}"]
 
     def as_json(self) -> dict[str, Any]:
-        """The announcements, `missing_blocks` and `expected_ms_per_token` (null: the model can't be used)."""
-        try:
-            expected_ms = round(route_cost_ms(find_route(self.snapshot)), 3)
-        except MissingBlocksError:
-            expected_ms = None
+        """The announcements, `missing_blocks`, `expected_ms_per_token` (null: the model can't be used) and
+        `seen_ms_per_token` (null: nobody has used it)."""
+        expected_ms = seen_ms = None
+        with suppress(MissingBlocksError):
+            route = find_route(self.snapshot)
+            expected_ms, seen_ms = round(route_cost_ms(route), 3), round(seen_ms_per_token(route), 3) or None
         return {
             **self.record.model_dump(mode="json"),
             "missing_blocks": list(self.snapshot.missing_blocks()),
             "expected_ms_per_token": expected_ms,
+            "seen_ms_per_token": seen_ms,
             "servers": [
                 {**server.model_dump(mode="json"), "state": state_name(server.state)}
                 for server in self.snapshot.servers

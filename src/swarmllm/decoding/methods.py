@@ -1,11 +1,11 @@
 """Ways to choose the next token that transformers lacks, as logits processors, each after its paper.
 
-TailFree, TopNSigma, ExcludeTopChoices   some tokens are left without a chance
-Mirostat                                 the same, so that the surprise per token stays where it is wanted
-Dry                                      tokens that would repeat the text are made less likely
-FrustratinglySimple                      the likeliest token that the text so far doesn't predict
+TailFree, TopNSigma, ExcludeTopChoices   excludes some tokens
+Mirostat                                 excludes tokens, so that the surprise per token stays near a target
+Dry                                      makes tokens less likely that would repeat the text
+FrustratinglySimple                      prefers likely tokens that the text so far doesn't predict
 
-Each call is given scores `[rows, vocabulary]`; a token without a chance has -inf.
+Each call is given scores `[rows, vocabulary]`; an excluded token has -inf.
 
 The functions at the end make the processors that options ask for, for `generate()` and for requests of the gateway.
 transformers has two places for processors. *Before* temperature, top-k and the like: DRY, and FSD, which decides by the

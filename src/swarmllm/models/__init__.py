@@ -2,7 +2,6 @@
 
 architecture        the parts of a Hugging Face model, its longest text, and the architectures that are refused
 block_slots         the block list of a model that has only some of its blocks
-free_memory         freed memory, given back to the system
 checkpoint/         models on disk
 published_formats/  formats of published weights in few bits
 quantization/       weights in memory

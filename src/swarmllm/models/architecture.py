@@ -1,4 +1,4 @@
-"""A Hugging Face model's make-up: its class for a task, its stack, its list of blocks, how long its texts may be.
+"""The structure of a Hugging Face model: its class for a task, its stacks, its list of blocks, the length of its texts.
 
 Everything here works from names and signatures that all models of transformers share, so that no architecture needs
 code of its own. Called by the rest of `models/`, and wherever texts are measured or limited; knows no checkpoint and
@@ -245,7 +245,7 @@ def stacks(config: PreTrainedConfig) -> tuple[Stack, ...]:
 
 
 def _plausible(num_blocks: object) -> int:
-    """Raises UnsupportedModelError unless it is a number of blocks."""
+    """Raise UnsupportedModelError unless it is a number of blocks."""
     if isinstance(num_blocks, bool) or not isinstance(num_blocks, int) or not 1 <= num_blocks <= MAX_BLOCKS:
         raise UnsupportedModelError(f"the config says {num_blocks!r} blocks, but a model has 1 to {MAX_BLOCKS}")
     return num_blocks

@@ -11,10 +11,10 @@ stay right. In a call of blocks [c, d), the loop meets:
 The forward stops at the *entry* of block d. So the work between two blocks is done by exactly one server, the server of
 the first block. Used by `BlockSpan` and `load_block_span`; knows no caches and devices.
 
-In some models the first block makes something that is handed from block to block: T5's table of relative positions.
-Another block makes it itself if it has the same module and the same flags set. So a server without the first block
-reads that one module of it (`only_in_first`). It is found by comparing blocks, whatever its name; `span/probes` would
-refuse blocks with other results.
+In some models the first block computes a value for all blocks, such as T5's table of relative positions. Another block
+computes the same value if it gets the same module and flags. So a server without the first block reads that one module
+of it (`only_in_first`). The module is found by comparing blocks, not by its name; `span/probes` refuses blocks that
+still have other results.
 """
 
 import inspect

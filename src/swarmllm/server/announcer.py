@@ -1,7 +1,6 @@
 """Keep the swarm informed of this server: its record, announced twice per `update_period` and when its load changes.
 
-`OwnRecord` fills the record in; the metrics read it as well. The record's form and signature are the matter of
-`p2p/block_directory`.
+`OwnRecord` fills the record in; the metrics read it as well. `p2p/block_directory` defines and signs records.
 """
 
 import asyncio
@@ -35,6 +34,9 @@ LOOKS_PER_RENEWAL = 6
 """Number of looks at the load between two announcements: one every 5 s with the usual update period."""
 LEAST_SHARE = 0.01
 """Share of the speed that counts as more than none, and less than the smallest share that a server computes."""
+LEAST_MS = 0.01
+"""Milliseconds of a block that count as more than none."""
+LEAST_TOKENS_PER_S = 0.1
 DELAYS_S = (0.0, 1.0, 3.0)
 """Seconds before each try of the first announcement: on a busy machine, nodes may answer too late once."""
 NOTABLE_QUEUE_MS = 50.0
@@ -104,9 +106,10 @@ class OwnRecord:
         thread = self.loader.device_thread
         throughput, mbps = serving.throughput, self.links.mbps(self.peer.peer_id)
         network_tokens_per_s = float("inf") if mbps is None else mbps * 1e6 / 8 / serving.inputs.hidden_bytes
+        computed_tokens_per_s = throughput.forward_tokens_per_s / thread.forward_pace
         return info.model_copy(
             update={
-                "throughput": self.config.throughput or min(throughput.forward_tokens_per_s, network_tokens_per_s),
+                "throughput": self.config.throughput or min(computed_tokens_per_s, network_tokens_per_s),
                 "batch_tokens": min(
                     least_worth_asking_for(throughput.piece_ms_per_block), self.config.max_batch_tokens
                 ),
@@ -115,7 +118,9 @@ class OwnRecord:
                 "decode_ms_per_block_batch8": min(MAX_MS, thread.pace * throughput.decode_ms_per_block_batch8),
                 "context_ms_per_block_per_1k": min(MAX_MS, thread.pace * throughput.context_ms_per_block_per_1k),
                 "queue_ms": min(thread.load.queue_ms, MAX_MS),
+                "step_ms_p50": round(min(thread.step_ms_p50, MAX_MS), 3),
                 "step_ms_p95": round(min(thread.step_ms_p95, MAX_MS), 3),
+                "token_ms": round(min(thread.token_ms, MAX_MS), 3),
                 "tokens_served": thread.load.num_tokens,
                 "failures_seen": thread.load.num_failures,
                 "num_sessions": len(serving.sessions),
@@ -129,8 +134,8 @@ class OwnRecord:
 def changed_notably(announced: ServerInfo, now: ServerInfo) -> bool:
     """True if clients would choose other routes if they knew.
 
-    The queue, the free cache or the speed that is left for them doubled or halved, the addresses changed, or another
-    process was seen with this server's identity.
+    The queue, the free cache, the time of a step or a forward, or the speed that is left for them doubled or halved,
+    the addresses changed, or another process was seen with this server's identity.
     """
     if announced.addrs != now.addrs or announced.identity_shared != now.identity_shared:
         return True
@@ -138,6 +143,8 @@ def changed_notably(announced: ServerInfo, now: ServerInfo) -> bool:
         (announced.queue_ms, now.queue_ms, NOTABLE_QUEUE_MS),
         (announced.cache_tokens_left, now.cache_tokens_left, now.max_batch_tokens),
         (announced.speed_share, now.speed_share, LEAST_SHARE),
+        (announced.decode_ms_per_block, now.decode_ms_per_block, LEAST_MS),
+        (announced.throughput, now.throughput, LEAST_TOKENS_PER_S),
     ):
         low, high = sorted((max(before, floor), max(after, floor)))
         if high > 2 * low:

@@ -60,8 +60,10 @@ class ServerMetrics(Collector):
         yield "sessions", "Sessions with a KV cache.", 0 if sessions is None else len(sessions)
         yield "queued_calls", "Steps and requests that wait or are computed.", self._device_thread.num_calls
         yield "queue_ms", "Smoothed time that a step waits for its turn.", load.queue_ms
-        p95 = self._device_thread.step_ms_p95
-        yield "step_ms_p95", "Time within which 95 % of the last 512 decode steps were ready.", p95
+        thread = self._device_thread
+        yield "step_ms_p50", "Time within which half of the last 512 decode steps were ready.", thread.step_ms_p50
+        yield "step_ms_p95", "Time within which 95 % of the last 512 decode steps were ready.", thread.step_ms_p95
+        yield "token_ms", "Median of the time from token to token of texts, as their steps came.", thread.token_ms
         yield "batch_size", "Smoothed number of sessions in one forward.", load.batch_size
         yield "cache_bytes", "Room for KV caches.", budget.offered_bytes
         yield "cache_leased_bytes", "Part of it that sessions have leased.", budget.leased_bytes

@@ -24,7 +24,7 @@ import psutil
 from swarmllm.command_line import unless_stopped
 from swarmllm.data_structures import ServerState, Span, SwarmSnapshot
 from swarmllm.errors import PeerUnreachableError, SwarmError
-from swarmllm.models.free_memory import return_free_memory
+from swarmllm.machine_memory import return_free_memory
 from swarmllm.server.announcer import Announcer, OwnRecord
 from swarmllm.server.downloads import in_background
 from swarmllm.server.peers.other_servers import OtherServers

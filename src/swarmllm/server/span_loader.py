@@ -69,7 +69,7 @@ class _Measured:
 
 
 class SpanLoader:
-    """Loads blocks in this server's way: on which device, in which format, with which adapters."""
+    """Loads blocks with the device, the format and the adapters of this server."""
 
     def __init__(
         self, config: ServerConfig, checkpoint: Checkpoint, device_thread: DeviceThread, limits: PeerLimits
@@ -178,13 +178,7 @@ class SpanLoader:
         if len(stacks) > 1:  # only the decoder's blocks were measured
             share = len(blocks.span) / len(span)
             throughput = replace(throughput, forward_tokens_per_s=throughput.forward_tokens_per_s * share)
-        beside_decode = prefill_tokens_beside_decode(throughput, len(span))
-        logger.info("while other sessions decode, prompts go in pieces of %d tokens", beside_decode)
-        self.device_thread.adopt(
-            doubling_tokens=doubling_tokens(throughput, len(span)),
-            beside_decode=beside_decode,
-            step_ms=throughput.step_ms,
-        )
+        self._adopt(throughput, len(span))
         return Serving(
             packer,
             stacks,
@@ -194,6 +188,17 @@ class SpanLoader:
             settings=self._config,
             offered=self.adapters,
             throughput=throughput,
+        )
+
+    def _adopt(self, throughput: Throughput, num_blocks: int) -> None:
+        """Let the device thread use the measured speed, and compare real forwards with it."""
+        beside_decode = prefill_tokens_beside_decode(throughput, num_blocks)
+        logger.info("while other sessions decode, prompts go in pieces of %d tokens", beside_decode)
+        self.device_thread.adopt(
+            doubling_tokens=doubling_tokens(throughput, num_blocks),
+            beside_decode=beside_decode,
+            step_ms=throughput.step_ms,
+            forward_ms=partial(throughput.forward_ms, num_blocks),
         )
 
     def _group(self) -> Group | None:

@@ -8,5 +8,4 @@ placement    which blocks a server should hold
 stacks       blocks in words
 claims       limits on servers' claims; digests of their weights
 block_map    a swarm as text; a route in words and numbers
-simulator    a thousand servers in simulated time
 """

@@ -8,6 +8,7 @@ alone would be faster. Servers' texts are shown without control characters.
 """
 
 import shutil
+import statistics
 import sys
 from collections.abc import Container, Sequence
 
@@ -22,12 +23,14 @@ MAX_MAP_COLUMNS = 64
 """Longest drawing. For more blocks, each character stands for several, so that a line fits a terminal."""
 HELD, PARTLY_HELD, NOT_HELD, BETWEEN_STACKS = "█", "▒", "·", "│"
 COLUMNS = (
-    "", "peer", "name", "blocks", "state", "tokens/s", "ms/token", "p95 ms", "served", "failed", "cache", "weights",
-    "version", "hardware",
+    "", "peer", "name", "blocks", "state", "tokens/s", "ms/token", "seen ms", "p95 ms", "served", "failed", "cache",
+    "weights", "version", "hardware",
 )  # fmt: skip
 OPTIONAL = ("name", "hardware")
 """Columns that are left out if no server has a value."""
-LEAST_NEEDED = ("version", "hardware", "p95 ms", "cache", "failed", "served", "weights", "ms/token", "name", "tokens/s")
+LEAST_NEEDED = (
+    "version", "hardware", "p95 ms", "cache", "failed", "served", "weights", "seen ms", "ms/token", "name", "tokens/s",
+)  # fmt: skip
 """Columns to drop on a narrow terminal, in this order."""
 
 
@@ -89,7 +92,15 @@ def describe_coverage(snapshot: SwarmSnapshot) -> str:
         f"all {snapshot.num_blocks} blocks are served; best route: "
         f"{num_servers} server{'s' if num_servers > 1 else ''}, about {explained.expected_ms:.1f} ms per token"
     )
+    if seen_ms := seen_ms_per_token(route):
+        headline += f"; recent texts took {seen_ms:.1f} ms, with the network and their clients' own work"
     return "\n  ".join([headline, *explained.explanation])
+
+
+def seen_ms_per_token(route: Sequence[RouteHop]) -> float:
+    """Median of the times from token to token that servers of the route have seen; 0: they have seen none."""
+    seen = [hop.server.token_ms for hop in route if hop.server.token_ms]
+    return statistics.median(seen) if seen else 0.0
 
 
 def describe_adapters(snapshot: SwarmSnapshot) -> list[str]:
@@ -171,6 +182,7 @@ def _row(server: ServerInfo, snapshot: SwarmSnapshot) -> Sequence[str]:
         _state(server),
         f"{server.throughput:.0f}" if measured else "-",
         f"{server.decode_ms_per_block * len(server.span):.1f}" if measured else "-",
+        f"{server.step_ms_p50:.1f}" if server.step_ms_p50 else "-",
         f"{server.step_ms_p95:.1f}" if server.step_ms_p95 else "-",
         str(server.tokens_served),
         str(server.failures_seen),

@@ -1,7 +1,7 @@
 """The blocks that a server should hold, when it joins and while it serves (Petals paper, section 3.2).
 
-Used by the server and by the simulator. Pure: it only looks at a snapshot. The caller puts its own current record into
-the snapshot, because the DHT may still hold an older one.
+Used by the server, and by `benchmarks/swarm_simulator.py`. Pure: it only looks at a snapshot. The caller puts its own
+current record into the snapshot, because the DHT may still hold an older one.
 
 How an ONLINE server moves, and its record meanwhile:
 
@@ -74,11 +74,15 @@ def describe_choice(snapshot: SwarmSnapshot, span: Span) -> str:
 def plan_move(snapshot: SwarmSnapshot, peer_id: str, *, balance_quality: float = BALANCE_QUALITY) -> Span | None:
     """The blocks, as many as now, that the server `peer_id` should claim and move to; None = stay.
 
-    It stays unless all of this holds: - it is ONLINE and has no claim yet; - another ONLINE server that doesn't move
-    holds each of its blocks. If the swarm has a gap, nobody can generate   anyway: then blocks that it also holds at
-    the target need no other server; - the move makes the swarm better; - the swarm has a gap (a block with throughput
-    0), or the bottleneck is below `balance_quality` times its value   after this server moves and all others settle as
-    well. One server of a thousand never lifts a bottleneck by   much: what counts is whether moving at all pays.
+    It stays unless all of this holds:
+
+    - it is ONLINE and has no claim yet;
+    - another ONLINE server that doesn't move holds each of its blocks. If the swarm has a gap, nobody can generate
+      anyway: then blocks that it also holds at the target need no other server;
+    - the move makes the swarm better;
+    - the swarm has a gap (a block with throughput 0), or the bottleneck is below `balance_quality` times its value
+      after this server moves and all others settle as well. One server of a thousand never lifts a bottleneck by
+      much: what counts is whether moving at all pays.
     """
     view = _View.of(snapshot, peer_id, heeds=_everybody)
     if view is None or view.claim is not None or not view.is_unbalanced(balance_quality):

@@ -5,9 +5,9 @@ the cost of a hop from servers' announcements and the client's measurements. The
 servers at once, in arrays.
 
 The search goes block by block. For each server it keeps the cheapest way to finish everything up to here with that
-server as the last. At each boundary a way stays with its server or changes to any other server of the next block. Most
-servers are no use to change *from*: servers that are certainly dearer than another one, whatever follows, are left out.
-A beam of the best others is kept.
+server as the last. At each boundary a way stays with its server or changes to any other server of the next block. Few
+servers need to be considered for a change *from* them: a server that is certainly more expensive than another one, with
+any continuation, is left out. A beam of the best others is kept.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from swarmllm.models.free_memory import return_free_memory, trim_heap
+from swarmllm.machine_memory import return_free_memory, trim_heap
 
 
 @pytest.mark.parametrize("is_initialized", [False, True])

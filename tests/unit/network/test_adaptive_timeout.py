@@ -105,4 +105,7 @@ def test_a_peer_that_answers_nothing_is_kept_in_mind_with_few_pings() -> None:
     for number in range(10 * MAX_MARKS):
         timeout.sent(1)
         timeout.mark(number)
-    assert len(timeout._marks) == MAX_MARKS
+    timeout.arrived(9 * MAX_MARKS - 1)  # forgotten
+    assert timeout.unconfirmed_bytes == 10 * MAX_MARKS
+    timeout.arrived(9 * MAX_MARKS)
+    assert timeout.unconfirmed_bytes == MAX_MARKS - 1

@@ -111,9 +111,9 @@ async def test_unfinished_and_waiting_messages_of_one_peer_count_together(half_s
         stream.count_in(intake)
         ends.append((stream, writer))
     wire = b"".join(encode_message(MessageType.STEP, {}, [bytes(BIG)]))
-    for stream, writer in ends[:2]:
+    for number, (_, writer) in enumerate(ends[:2], start=1):
         writer.write(wire[:-1])
-        await until(lambda stream=stream: stream._inbox.decoder.unfinished_bytes >= BIG - 1)
+        await until(lambda number=number: intake.num_bytes >= number * (BIG - 1))
     ends[2][1].write(wire[: BIG // 2])
     await until(lambda: intake.num_bytes > 2 * BIG)
     ends[3][1].write(wire)

@@ -10,7 +10,16 @@ from swarmllm.errors import PeerUnreachableError
 from swarmllm.server import announcer
 from swarmllm.server.announcer import Announcer, changed_notably
 
-QUIET = ServerInfo(peer_id="a" * 46, start=0, end=2, queue_ms=1.0, cache_tokens_left=65536, max_batch_tokens=8192)
+QUIET = ServerInfo(
+    peer_id="a" * 46,
+    start=0,
+    end=2,
+    queue_ms=1.0,
+    cache_tokens_left=65536,
+    max_batch_tokens=8192,
+    decode_ms_per_block=1.0,
+    throughput=100.0,
+)
 
 
 @pytest.mark.parametrize(
@@ -26,6 +35,10 @@ QUIET = ServerInfo(peer_id="a" * 46, start=0, end=2, queue_ms=1.0, cache_tokens_
         ({"speed_share": 0.6}, False),
         ({"speed_share": 0.3}, True),
         ({"speed_share": 0.0}, True),
+        ({"decode_ms_per_block": 1.9}, False),
+        ({"decode_ms_per_block": 2.1}, True),
+        ({"throughput": 150.0}, False),
+        ({"throughput": 40.0}, True),
     ],
 )
 def test_only_changes_that_matter_to_routes_are_announced_at_once(change: dict[str, float], notable: bool) -> None:

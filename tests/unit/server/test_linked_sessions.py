@@ -22,7 +22,6 @@ from swarmllm.models.span.loading import load_block_span
 from swarmllm.network.wire.frames import SMALL_BYTES
 from swarmllm.network.wire.messages import Successor
 from swarmllm.network.wire.protocol import MessageType
-from swarmllm.network.wire.stream import FrameStream
 from swarmllm.server.peers.links import Link
 from swarmllm.server.sessions.session import Outlet, Session
 
@@ -99,11 +98,6 @@ class Client:
         return await self.swarm.step(first, self.names[0], position, step, answered_by=second, ones_mask=True)
 
 
-def link_stream(swarm: InProcessServers) -> FrameStream:
-    (link,) = next(iter(swarm.servers.values())).links._links.values()
-    return link.stream
-
-
 async def test_a_client_that_leaves_in_the_midst_of_a_step_disturbs_nobody_else(
     spans: list[BlockSpan], blocks: BlockSpan
 ) -> None:
@@ -113,12 +107,18 @@ async def test_a_client_that_leaves_in_the_midst_of_a_step_disturbs_nobody_else(
         staying, leaving = Client(swarm), Client(swarm)
         await staying.open(1)
         await leaving.open(9)
-        link = link_stream(swarm)
+        (link,) = swarm.links
         link.pause_writing()  # until told, as when the next server doesn't read
+        send, begun = link.send, asyncio.Event()
+
+        async def noted(*message: Any, **options: Any) -> Any:
+            begun.set()
+            return await send(*message, **options)
+
+        link.send = noted  # type: ignore[method-assign]
         long = asyncio.create_task(leaving.step(0, inputs(blocks, 9, 1000)))
         async with asyncio.timeout(60):
-            while not link._outbox._turn.locked():  # noqa: ASYNC110 - nobody is told of it
-                await asyncio.sleep(0)
+            await begun.wait()
         short = asyncio.create_task(staying.step(0, inputs(blocks, 1, 5)))
         leaving.streams[0].abort()
         async with asyncio.timeout(60):
@@ -128,14 +128,14 @@ async def test_a_client_that_leaves_in_the_midst_of_a_step_disturbs_nobody_else(
         link.resume_writing()
         torch.testing.assert_close(await short, expected)
         long.cancel()
-        assert link_stream(swarm) is link
+        assert swarm.links == [link]
 
 
 async def test_a_successor_that_sends_much_loses_its_link(spans: list[BlockSpan], blocks: BlockSpan) -> None:
     async with in_process_servers(*spans) as swarm:
         client = Client(swarm)
         await client.open(1)
-        link = link_stream(swarm)
+        (link,) = swarm.links
         served = swarm.other_end(link)
         await served.send(MessageType.RESULT, {"id": 1}, [bytes(SMALL_BYTES + 1)])
         with pytest.raises(SwarmError) as caught:
@@ -148,14 +148,14 @@ async def test_a_link_that_is_closed_here_can_be_survived(spans: list[BlockSpan]
     async with in_process_servers(*spans) as swarm:
         client = Client(swarm)
         await client.open(1)
-        (link,) = next(iter(swarm.servers.values())).links._links.values()
-        link.stream.abort()
+        (link,) = swarm.links
+        link.abort()
         with pytest.raises(SessionLostError, match="link to the next server was closed") as caught:
             await client.step(0, inputs(blocks, 1, 5))
         assert caught.value.retriable
         assert not caught.value.blames_peer
         with pytest.raises(SessionLostError):
-            await Link(link.stream).send(MessageType.STEP, {})
+            await Link(link).send(MessageType.STEP, {})
 
 
 async def test_the_next_server_lets_go_of_a_closed_session_while_the_link_idles(
@@ -179,7 +179,7 @@ async def test_the_next_server_lets_go_of_a_closed_session_while_the_link_idles(
                     await asyncio.sleep(0)
         finally:
             gc.enable()
-        assert link_stream(swarm).closed is False
+        assert not swarm.links[0].closed
 
 
 async def test_a_server_without_memory_says_so_offers_less_and_goes_on(

@@ -1,12 +1,15 @@
 """The load that a server announces."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 
 from swarmllm.server.device.device_thread import (
     FORGET_QUEUE_S,
+    FORWARD_SMOOTHING,
     LAST_STEPS,
+    LONG_FORWARD,
     SMOOTHING,
     Call,
     LoadMeter,
@@ -42,13 +45,39 @@ def test_pauses_for_others_are_no_queue() -> None:
 
 def test_the_95th_percentile_of_steps() -> None:
     meter = LoadMeter()
-    assert meter.step_ms_p95() == 0
+    assert meter.step_ms(0.95) == meter.step_ms(0.5) == 0
     for number in range(LAST_STEPS + 100):  # those of the beginning, which took a second more, are forgotten
         began_at = 10.0 * number
         meter.count(
             [(waiting(began_at), 1)], began_at, 0.0, ended_at=began_at + (1.0 if number < 100 else number / 1e4)
         )
-    assert meter.step_ms_p95() == pytest.approx((100 + int(0.95 * (LAST_STEPS - 1))) / 10)
+    assert meter.step_ms(0.95) == pytest.approx((100 + int(0.95 * (LAST_STEPS - 1))) / 10)
+    assert meter.step_ms(0.5) == pytest.approx((100 + int(0.5 * (LAST_STEPS - 1))) / 10)
+
+
+def test_the_time_from_token_to_token_is_what_clients_wait_for() -> None:
+    meter = LoadMeter()
+
+    def came(at: float, position: int, session: str = "a", priority: Priority = Priority.DECODE) -> None:
+        work = step(priority=priority)
+        work.queued_at, work.session, work.num_rows, work.context_tokens = at, session, 2, 2 * position
+        meter.count([(work, 2)], at, 0.0, ended_at=at + 0.01)
+
+    came(0.0, 0, priority=Priority.PREFILL)
+    came(5.0, 8)  # the first token after a prompt
+    assert meter.token_ms() == 0
+    came(5.2, 9)
+    came(5.25, 100, session="b")  # another text
+    assert meter.token_ms() == pytest.approx(200)
+    for after in range(1, 10):
+        came(5.2 + after * 0.9, 9 + 3 * after)  # three guesses were right each time
+    assert meter.token_ms() == pytest.approx(300)
+    came(90.0, 10)  # the text was cropped
+    came(99.0, 50, priority=Priority.PREFILL)
+    came(100.0, 60)
+    meter.forget("b")
+    came(999.0, 101, session="b")
+    assert meter.token_ms() == pytest.approx(300)
 
 
 def step(num_blocks: int = 4, priority: Priority = Priority.DECODE) -> SessionStep:
@@ -81,6 +110,24 @@ def test_the_time_of_steps_is_compared_with_the_measured_time() -> None:
     assert meter.pace == pytest.approx(3.5 - SMOOTHING * 2.5, rel=1e-3)
     meter.expect(measured(3.0).step_ms)
     assert meter.pace == 1
+
+
+def test_the_time_of_long_forwards_is_compared_with_the_measured_speed() -> None:
+    meter, all_blocks = LoadMeter(), 8
+    measured_speed = Throughput(forward_tokens_per_s=100.0, decode_ms_per_block=1.0)
+    meter.expect(measured_speed.step_ms, partial(measured_speed.forward_ms, all_blocks))
+    prompt = step(num_blocks=4, priority=Priority.PREFILL)
+    for _ in range(60):  # half of the blocks: 200 tokens/s
+        meter.count([(prompt, LONG_FORWARD)], now=0.0, since=0.0, ended_at=3 * LONG_FORWARD / 200)
+    assert meter.forward_pace == pytest.approx(3, rel=1e-3)
+    meter.count([(prompt, LONG_FORWARD - 1)], now=0.0, since=0.0, ended_at=99.0)  # short
+    meter.count([(prompt, LONG_FORWARD), (step(), 1)], now=0.0, since=0.0, ended_at=99.0)  # beside a decode step
+    assert meter.forward_pace == pytest.approx(3, rel=1e-3)
+    meter.compare_forward(all_blocks, 1000, took_ms=10_000)  # without a session, at the measured speed
+    assert meter.forward_pace == pytest.approx(3 - FORWARD_SMOOTHING * 2, rel=1e-3)
+    assert meter.pace == 1
+    meter.expect(measured(3.0).step_ms)
+    assert meter.forward_pace == 1
 
 
 def test_steps_beside_prompts_or_of_unlike_spans_tell_nothing() -> None:

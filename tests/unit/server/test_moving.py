@@ -55,13 +55,6 @@ def loader_of(model: Path | str, thread: DeviceThread) -> SpanLoader:
     return SpanLoader(ServerConfig(model=str(model), new_swarm=True), open_checkpoint(str(model)), thread, PeerLimits())
 
 
-def life_of(loader: SpanLoader) -> SpanLife:
-    nothing: Any = SimpleNamespace()
-    config = ServerConfig(model="m", new_swarm=True)
-    record = OwnRecord(config, Peer(), loader, Access(None), nothing, nothing, OLD)  # type: ignore[arg-type]
-    return SpanLife(record, AsyncMock(), nothing, lambda: None)
-
-
 @pytest.mark.parametrize("failure", FAILURES, ids=repr)
 async def test_it_goes_back_to_its_blocks(
     thread: DeviceThread, failure: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -75,12 +68,15 @@ async def test_it_goes_back_to_its_blocks(
         return SimpleNamespace(blocks=SimpleNamespace(span=span))
 
     monkeypatch.setattr(SpanLoader, "_load", load)
-    life = life_of(loader_of(embedded_model_path(), thread))
+    nothing: Any = SimpleNamespace()
+    config, loader = ServerConfig(model="m", new_swarm=True), loader_of(embedded_model_path(), thread)
+    record = OwnRecord(config, Peer(), loader, Access(None), nothing, nothing, OLD)  # type: ignore[arg-type]
+    life = SpanLife(record, AsyncMock(), nothing, lambda: None)
     assert await life._move(NEW, asyncio.Event())
     assert asked == [NEW, OLD]
-    assert life._record.span == life._access.served().blocks.span == OLD
+    assert record.span == record.access.served().blocks.span == OLD
     assert life._rebalancer.failed_moves == 1
-    assert [record.message for record in caplog.records if "going back to blocks 0:2" in record.message]
+    assert [told.message for told in caplog.records if "going back to blocks 0:2" in told.message]
 
 
 async def test_it_looks_whether_the_files_are_there_and_whole(thread: DeviceThread, tmp_path: Path) -> None:

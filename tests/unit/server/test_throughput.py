@@ -72,6 +72,41 @@ def test_fast_blocks_are_all_measured(clock: Clock) -> None:
     assert HOSTED in clock.ran
 
 
+@pytest.mark.parametrize("clock", [1e-7, 1e-2], indirect=True, ids="{} s".format)
+def test_threads_are_tried_however_slow_one_thread_is(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, alone_s = [16], clock.block_s
+
+    def use(number: int) -> None:
+        threads.append(number)
+        clock.block_s = alone_s / number
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
+    monkeypatch.setattr(torch, "set_num_threads", use)
+    measured = measure_throughput(clock.packer(), choose_threads=True)
+    assert measured.num_threads == threads[-1] >= 8
+    assert measured.decode_ms_per_block == pytest.approx(alone_s * 1e3 / measured.num_threads)
+
+
+@pytest.mark.parametrize("clock", [1e-7], indirect=True)
+def test_long_forwards_are_not_measured_with_threads_that_make_steps_slow(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, usual, ran = [4], clock.forward, []
+
+    def forward(inputs: int, span: Span, _: object = None) -> None:
+        clock.now += 0.0 if threads[-1] == 1 else 1.0
+        ran.append((threads[-1], inputs))
+        usual(inputs, span)
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.setattr(clock, "forward", forward)
+    assert measure_throughput(clock.packer(), choose_threads=True).num_threads == threads[-1] == 1
+    assert (1, throughput.FORWARD_TOKENS) in ran
+    assert (2, 1) in ran
+    assert (2, throughput.FORWARD_TOKENS) not in ran
+
+
 @pytest.mark.parametrize("clock", [1e-5, 1e-3], indirect=True, ids="{} s".format)
 def test_no_stall_of_the_machine_makes_blocks_look_slow(clock: Clock) -> None:
     measure_throughput(clock.packer())

@@ -175,8 +175,8 @@ def test_peers_without_number_are_not_remembered(monkeypatch: pytest.MonkeyPatch
     for number in range(200):
         now += 0.001
         health.report(PeerUnreachableError("gone", f"{number:046d}"), now)
-    assert len(health._avoid_until) == len(health._faults) == 64
-    assert A in health._faults
+    assert len(health.avoided(now)) == len(health.blamed(now)) == 64
+    assert A in health.blamed(now)
 
 
 def test_quarantine_does_not_end() -> None:

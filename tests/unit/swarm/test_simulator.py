@@ -1,9 +1,7 @@
 """Simulated swarms: the same seed gives the same run, gaps close, and a thousand servers come to a good balance."""
 
 import pytest
-
-from swarmllm.data_structures import ServerState, Span
-from swarmllm.swarm.simulator import (
+from benchmarks.swarm_simulator import (
     ServerSpec,
     SimulationSettings,
     SwarmSimulator,
@@ -13,6 +11,8 @@ from swarmllm.swarm.simulator import (
     route_cost_ratio,
     settle,
 )
+
+from swarmllm.data_structures import ServerState, Span
 
 SPEC = ServerSpec(num_blocks=4, throughput=10.0)
 PERIOD_S = 30.0

@@ -65,7 +65,7 @@ class BatchRunner:
         self.requests = BatchRequests(view)
         self.pushed = PushedBatches(view, self.requests)
         hops = HopBatches(self.requests, traits)
-        self.spot_checks = SpotChecks(view, traits, hops.run_hop)
+        self.spot_checks = SpotChecks(view, traits, hops.run_hop) if view.config.verify_fraction else None
         self._micro_batches = MicroBatches(view, hops, self.pushed, self.spot_checks)
 
     def __call__(self, inputs: BlockInputs, span: Span) -> Tensor:
@@ -276,7 +276,9 @@ class _Forward:
 class MicroBatches:
     """Runs micro-batches; one object per model, in the client's event loop."""
 
-    def __init__(self, view: SwarmView, hops: HopBatches, pushed: PushedBatches, spot_checks: SpotChecks) -> None:
+    def __init__(
+        self, view: SwarmView, hops: HopBatches, pushed: PushedBatches, spot_checks: SpotChecks | None
+    ) -> None:
         self._view, self._hops, self._pushed, self._spot_checks = view, hops, pushed, spot_checks
 
     async def forward(
@@ -322,7 +324,7 @@ class MicroBatches:
 
     async def _forward_hop(self, run: _Forward, hop: RouteHop) -> None:
         outputs, kept = await self._hops.forward(hop, run.inputs, keep=run.keep)
-        if self._spot_checks.due():
+        if self._spot_checks is not None and self._spot_checks.due():
             await self._spot_checks.check_hop(hop, run.inputs, outputs)
         run.advance(hop.span, outputs, kept)
 

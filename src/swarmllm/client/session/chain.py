@@ -114,8 +114,9 @@ class Chain:
     """Neighbouring blocks on servers, with the KV caches of one text."""
 
     def __init__(
-        self, view: SwarmView, text: SessionText, spot_checks: SpotChecks, span: Span, noise: ActivationNoise
+        self, view: SwarmView, text: SessionText, spot_checks: SpotChecks | None, span: Span, noise: ActivationNoise
     ) -> None:
+        """`spot_checks` None: no step is checked."""
         self.view, self.text, self.spot_checks, self.span, self.noise = view, text, spot_checks, span, noise
         self.timings: Timings = ()
         """Times of the last step, per server: first block, µs in its queue, µs of computing."""
@@ -140,6 +141,11 @@ class Chain:
     def route(self) -> list[RouteHop]:
         """The servers in use; empty before the first step."""
         return self._hops.route
+
+    @property
+    def num_under_way(self) -> int:
+        """Steps that were sent, and whose results nobody has taken yet."""
+        return len(self._in_flight)
 
     # ------------------------------------------------------------------ called from other threads
 
@@ -228,7 +234,7 @@ class Chain:
             self._hang_up()
 
     def _hang_up(self) -> None:
-        """Leave all servers. Another step would open the chain anew and replay what the client has kept."""
+        """Leave all servers. Another step would open the chain again, and replay the inputs that the client kept."""
         self._hops.close()
         self._in_flight.is_linked = False
         self._in_flight.forget_abandoned()
@@ -254,7 +260,7 @@ class Chain:
                 await self._make_ready()
                 chunks = chunks or self._chunks(inputs)  # their size depends on the first route
                 await self._send_chunks(chunks[len(outputs) :], outputs)
-                if len(outputs) == len(chunks) and self.spot_checks.due():
+                if len(outputs) == len(chunks):
                     await self._verify(outputs)
             except SwarmError as error:
                 await self._get_over(error, retries)
@@ -340,11 +346,13 @@ class Chain:
             self._hops.lose(error.said_by)
 
     async def _verify(self, outputs: list[Tensor]) -> None:
-        """Check the last step on other servers. If it was wrong, take it back, so that it runs again.
+        """Check the last step on other servers, if a check is due. A wrong step is taken back, so that it runs again.
 
         Raises:
             CorruptActivationsError: it was wrong.
         """
+        if self.spot_checks is None or not self.spot_checks.due():
+            return
         (_, inputs), *others = self.text.past()
         if others:  # steps with contrary masks can't be computed again as one forward
             return
@@ -406,8 +414,7 @@ class Chain:
                 if await self._make_ready():
                     await self._send_ahead_again()
                 output = await self._take_in(self._ahead[0])
-                if self.spot_checks.due():
-                    await self._verify([output])
+                await self._verify([output])
                 return output
             except SwarmError as error:
                 await self._get_over(error, retries)

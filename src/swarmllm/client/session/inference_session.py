@@ -50,7 +50,7 @@ class InferenceSession:
         self,
         view: SwarmView,
         traits: BlockTraits,
-        spot_checks: SpotChecks,
+        spot_checks: SpotChecks | None,
         *,
         max_length: int | None = None,
         batch_size: int = 1,
@@ -258,6 +258,11 @@ class InferenceSession:
     def timings(self) -> Timings:
         """Times of the last step, per server: first block, microseconds in its queue, microseconds of computing."""
         return tuple(time for chain in self.chains for time in chain.timings)
+
+    @property
+    def num_under_way(self) -> int:
+        """Steps that were sent to servers, and whose results nobody has taken yet."""
+        return sum(chain.num_under_way for chain in self.chains)
 
     @property
     def num_repairs(self) -> int:

@@ -197,7 +197,7 @@ class Routes:
         return error
 
     def _check_old(self, span: Span, costs: RouteCosts, missing: MissingBlocksError) -> None:
-        """Raises ConfigurationError if the servers of these blocks are too old to answer inner states."""
+        """Raise ConfigurationError if the servers of these blocks are too old to answer inner states."""
         try:
             self._best(span, self._excluded, replace(costs, inner_states=False))
         except MissingBlocksError:

@@ -365,7 +365,7 @@ def lacking_abilities(served: ServedBlocks, own: BlockTraits, encoder: Span | No
 
 
 def check_abilities(peer_id: str, served: ServedBlocks, agreed: BlockTraits, encoder: Span | None) -> None:
-    """Raises RemoteProtocolError if the server says that its blocks lack a trait that this client relies on."""
+    """Raise RemoteProtocolError if the server says that its blocks lack a trait that this client relies on."""
     for trait in lacking_abilities(served, agreed, encoder):
         raise _contradiction(peer_id, f"its blocks lack {trait}")
 

@@ -257,7 +257,7 @@ class SwarmView:
             weak |= weaker
 
     def _check_greeting(self, server: ServerInfo, served: ServedBlocks) -> None:
-        """Raises RemoteProtocolError if a server's claims don't fit this model."""
+        """Raise RemoteProtocolError if a server's claims don't fit this model."""
         known = self.own_traits or self._traits
         if known is None:
             return

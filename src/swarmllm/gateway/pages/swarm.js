@@ -31,6 +31,7 @@ const COLUMNS = [
   { id: "now", title: "Tokens/s now", number: true, value: (s) => s.tokens_per_s },
   { id: "throughput", title: "Tokens/s at most", number: true, value: (s) => measured(s, s.throughput) },
   { id: "decode", title: "ms/token", number: true, value: (s) => measured(s, s.decode_ms_per_block * (s.end - s.start)) },
+  { id: "seen", title: "Seen ms", number: true, more: true, value: (s) => s.step_ms_p50 || null },
   { id: "sessions", title: "Sessions", number: true, value: (s) => s.num_sessions },
   { id: "load", title: "In use", number: true, value: (s) => s.load ?? s.cache_in_use, text: (s) => percent(s.load ?? s.cache_in_use) },
   { id: "cache", title: "Cache free", number: true, value: (s) => measured(s, s.cache_tokens_left), text: (s) => (s.throughput > 0 ? compact.format(s.cache_tokens_left) : "–") },

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from swarmllm.data_structures import Patch, Span
 from swarmllm.errors import BlockWeightsNotFoundError, ConfigurationError, CorruptWeightsError, WeightsMismatchError
+from swarmllm.models.adapters.peft_layers import SAFE_INITS
 from swarmllm.models.architecture import blocks_class, find_blocks
 from swarmllm.models.checkpoint.checkpoint import Checkpoint
 from swarmllm.models.checkpoint.fingerprint import fingerprint
@@ -34,8 +35,6 @@ DIGEST_LENGTH = 12
 """Hex digits that tell versions of an adapter apart; 48 bits are enough against accidents."""
 MAX_NAME_LENGTH = 96
 
-SAFE_INITS = (None, True, False, "gaussian", "orthogonal")
-"""Values of `init_lora_weights` that leave the base weights alone."""
 UNUSUAL = ("use_dora", "use_qalora", "alora_invocation_tokens", "layer_replication", "lora_bias")
 """Settings that change an adapter's computation, or the blocks of the model."""
 KINDS: dict[str, dict[str, tuple[str, ...]]] = {

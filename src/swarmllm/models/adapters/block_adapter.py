@@ -2,9 +2,9 @@
 
 A `Patch` names a linear module of a block, and says how tensors change its output. A `BlockAdapter` holds the patches
 of some blocks with their values. The client makes one from the layers that peft has put into its hollow blocks
-(`hollow_blocks`). It travels as one flat tensor and a list of patches, never as code. The server checks it against its
-blocks (`checked`), and applies it by hooks while a call runs (`applied`). Gradients with respect to the values come
-back the same way.
+(`shell/hollow_blocks`). It travels as one flat tensor and a list of patches, never as code. The server checks it
+against its blocks (`checked`), and applies it by hooks while a call runs (`applied`). Gradients with respect to the
+values come back the same way.
 
     kind       tensors                        computes (x a module's input, y its output, W its weight)
     lora       A [r, in], B [out, r], b?      y + (B(A(x)) + b) · scale, perhaps with dropout of x (`dropout`)
@@ -22,7 +22,7 @@ back the same way.
     prefix     k, v [heads, prefix, head]     a whole block with these keys and values before those of a text
 
 A prefix is no hook: `BlockSpan` puts it into the cache of a call, and the text's positions begin after it. A method of
-peft that has none of these forms may still be computed to one of them on the client (`shell/tuner_layers`); autograd
+peft that has none of these forms may still be computed to one of them on the client (`peft_layers`); autograd
 goes on from it.
 """
 

@@ -1,11 +1,11 @@
-"""Dropout that can be computed anew: it follows from a seed of each token. Of adapters' inputs, and of the blocks' own.
+"""Dropout that can be repeated, because a seed of each token decides it: that of adapters' inputs, and the blocks' own.
 
-The client draws the seeds, which travel like other inputs and stay with their tokens wherever rows and columns of the
-batch are cut. So a replay, another server and the backward all leave out the same.
+The client draws the seeds. They travel like other inputs, and stay with their tokens when the batch is cut. So a
+replay, another server and the backward all drop the same values.
 
-Within `training`, blocks are in train mode, and each dropout that their code asks torch for, attention's included, is
-computed from the seeds. Its number follows from its block and from how many came before it there. Any other randomness
-is refused, because it couldn't be computed again. Used by `block_adapter`.
+Within `training`, blocks are in train mode, and each dropout of their code, also that of attention, is computed from
+the seeds. The block and the number of dropouts before it there make its key. Other random numbers are refused, because
+they couldn't be computed again. Used by `block_adapter`.
 """
 
 import math

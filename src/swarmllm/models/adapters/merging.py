@@ -2,7 +2,7 @@
 
 Each block is a model of its own for a moment. peft itself loads its part of the adapter into it and merges it. So the
 result is the same, bit for bit, as that of peft's `merge_and_unload()` on the whole model, for every method that can be
-merged. There is never more than one block in memory, or the part outside of blocks. Called by `commands/merge_adapter`.
+merged. There is never more than one block in memory, or the part outside of blocks. Called by `commands/adapters`.
 """
 
 import copy

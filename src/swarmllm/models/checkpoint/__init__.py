@@ -4,7 +4,6 @@ checkpoint     config, index, tokenizer, single tensors; samples of the files, t
 sources        a directory, or the hub
 stored_files   config.json and weights in shards; GGUF, with both in one file
 weight_files   safetensors, and pickles read safely
-skeleton       a model without weights, and the tensors that it needs
+skeleton       a model without weights, and the tensors that it needs; digests of the stored bytes of blocks
 fingerprint    the name by which a swarm knows a checkpoint
-block_digests  digests of the stored bytes of blocks
 """

@@ -239,7 +239,7 @@ def _described_beside(source: Source) -> dict[str, Any]:
 
 
 def _read_config(name: str, raw: dict[str, Any], path: Path) -> PreTrainedConfig:
-    """As transformers reads it; how attention and experts are computed is not the checkpoint's to say.
+    """Read it as transformers does, but without its choice of code for attention and experts.
 
     Raises:
         UnsupportedModelError: transformers can't, or only with code from the checkpoint.

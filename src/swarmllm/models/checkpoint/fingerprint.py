@@ -10,7 +10,7 @@ It covers the config (without fields that differ between copies of one model), a
 So two fine-tunes of one model in local directories, for example merged adapters, are different models to a swarm. They
 have different keys in its DHT, and their clients and servers refuse each other. Samples cost servers and clients some
 thousand reads of 2 KB. Each of them has all files of the directory, or the sizes would differ. Samples miss a few
-changed numbers in a large tensor, or a damaged file; these show when blocks are read (`block_digests`).
+changed numbers in a large tensor, or a damaged file; these show when blocks are read (`BlockDigests`).
 """
 
 import hashlib

@@ -6,16 +6,26 @@ of names. Used by `span/loading`, `shell/loading` and `fingerprint`.
 The encoder of a model with audio is cut down to its blocks alone, one after the other (`keep_blocks_alone`). The client
 makes the input of the first block from audio, and the mask that hides padding from blocks. Between the blocks of such
 an encoder nothing happens (`architecture.WITH_AUDIO`), so its own forward isn't needed for them.
+
+`BlockDigests` computes a digest of each block, of every byte that is stored for it, while the block is read. Servers
+that read the same files have the same digests, in every format, dtype and device that they keep blocks in. A digest
+shows differences by accident (another fine-tune, a damaged file). A server that wants to lie about it can.
 """
 
+import base64
 import copy
+import hashlib
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable
+import zlib
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
-from typing import Any
+from operator import itemgetter
+from typing import Any, Self
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -25,7 +35,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.utils import logging as hf_logging
 
-from swarmllm.data_structures import Span
+from swarmllm.data_structures import DIGEST_CHARS, Span
 from swarmllm.errors import (
     BlockWeightsNotFoundError,
     CorruptWeightsError,
@@ -46,7 +56,6 @@ from swarmllm.models.architecture import (
     stored_prefix,
 )
 from swarmllm.models.block_slots import BlockSlots, ForwardStopped, holder_of, only_in_first
-from swarmllm.models.checkpoint.block_digests import BlockDigests
 from swarmllm.models.checkpoint.checkpoint import Checkpoint
 from swarmllm.models.quantization import FULL_PRECISION, Quantization, stored_bytes
 from swarmllm.models.quantization.rules import may_be_packed
@@ -56,6 +65,61 @@ Prune = Callable[[PreTrainedModel], None]
 
 ROTATION = "rotary_emb"
 """transformers' name of the module that makes `position_embeddings`."""
+
+
+class BlockDigests:
+    """Checksums of everything read so far. Use it with `with`: a thread computes them during loading."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[str, str], Future[int]] = {}
+        self._latest: list[Future[int]] = []
+        self._block_of: dict[str, int] = {}
+        self._beside = ThreadPoolExecutor(1, thread_name_prefix="swarmllm-digests")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._beside.shutdown(cancel_futures=True)
+
+    def expect(self, model: PreTrainedModel, parameters: Mapping[str, str]) -> None:
+        """Note the weights that are going to be read, and their parameters in the model; once for each model.
+
+        Buffers don't count: some versions of transformers read a buffer that others compute.
+        """
+        blocks, first = find_blocks(model).blocks, hosted_stack(model).span.start
+        prefix = next(f"{name}." for name, module in model.named_modules() if module is blocks)
+        inside = {name for name, _ in model.named_parameters(remove_duplicate=False) if name.startswith(prefix)}
+        self._block_of |= {
+            weight: first + int(name.removeprefix(prefix).partition(".")[0])
+            for weight, name in parameters.items()
+            if name in inside
+        }
+
+    def on_read(self, weight: str, stored: str, tensor: torch.Tensor) -> None:
+        """Take note of one of the tensors that a weight is stored as."""
+        if weight in self._block_of and (weight, stored) not in self._sums:
+            wait(self._latest)  # or a faster loader fills the memory with tensors to be summed
+            self._sums[weight, stored] = self._beside.submit(_checksum, tensor)
+            self._latest = [self._sums[weight, stored]]
+
+    def of(self, span: Span) -> str:
+        """The digests of these blocks, `DIGEST_CHARS` characters each."""
+        texts = dict.fromkeys(span, "")
+        for (weight, stored), checksum in sorted(self._sums.items(), key=itemgetter(0)):
+            if (block := self._block_of[weight]) in span:
+                texts[block] += f"{weight}\0{stored}\0{checksum.result():08x}\n"
+        return "".join(_digest(text) for text in texts.values())
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    """Measured: 3 GB/s on one core, where SHA-256 has 1.4 and quantizing 0.5."""
+    # A last axis of 1 can be viewed as bytes in every layout, also those of pickled checkpoints.
+    return zlib.crc32(np.ascontiguousarray(tensor.unsqueeze(-1).view(torch.uint8).numpy()).data)
+
+
+def _digest(text: str) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest())[:DIGEST_CHARS].decode()
 
 
 class GivenEmbeddings(nn.Module):

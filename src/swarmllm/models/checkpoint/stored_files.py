@@ -171,7 +171,7 @@ class ConfigAndWeights(StoredFiles):
         raise BlockWeightsNotFoundError(f"{name} has no weights: neither {looked_for} nor a GGUF file")
 
     def _named(self) -> tuple[tuple[str, bool], ...]:
-        """The one file that config.json names, before which no other counts."""
+        """The one file that config.json names. It comes before all others."""
         filename = self._config.get("transformers_weights")
         if filename is None:
             return ()
@@ -407,7 +407,7 @@ class GgufFiles(StoredFiles):
         return [StoredPlace(name, one.start, one.num_bytes) for name, one in header.tensors.items()]
 
     def raw_config(self) -> dict[str, Any]:
-        """With the name of a file that has a commit: another one of the same commit may be another model."""
+        """The config, with the file's name if it has a commit: another file of that commit may be another model."""
         if self._source.commit is None:
             return self._fields
         return {**self._fields, "gguf_file": f"{self._source.folder}{self._filename}"}
@@ -467,7 +467,7 @@ def _has_other_weights(source: Source) -> bool:
 
 
 def _only_one(source: Source, kind: str | None) -> str | None:
-    """Raises ConfigurationError unless there is one; without `kind`, there may also be none."""
+    """Raise ConfigurationError unless there is one; without `kind`, there may also be none."""
     found = sorted(
         name
         for name in source.filenames(SUFFIX)

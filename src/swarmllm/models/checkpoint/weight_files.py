@@ -199,7 +199,7 @@ def places(path: Path) -> list[StoredPlace]:
 
 
 def _zipped_place(entry: zipfile.ZipInfo, file: BinaryIO) -> StoredPlace:
-    """Without the first folder in its name, which torch names after the file; the tensor's bytes follow its header."""
+    """The name without its first folder, which torch names after the file. The tensor's bytes follow its header."""
     file.seek(entry.header_offset + 26)
     name_bytes, extra_bytes = struct.unpack("<HH", file.read(4))
     start = entry.header_offset + 30 + name_bytes + extra_bytes

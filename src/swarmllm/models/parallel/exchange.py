@@ -80,7 +80,7 @@ def connected(rank: int, size: int, directory: str, device: torch.device, timeou
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor, which any group can pass, whatever the dtype is."""
+    """The bytes of a tensor. Any group can pass them, for every dtype."""
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
@@ -129,7 +129,7 @@ def receive_weight(group: Any, recipe: WeightRecipe, device: torch.device) -> tu
 
 
 def own_copy(tensor: Tensor) -> Tensor:
-    """In memory of its own, laid out as it was: other layouts may be added up in another order."""
+    """A copy with the same layout: other layouts may be added up in another order."""
     return tensor.mT.contiguous().mT if _is_flipped(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 

@@ -261,7 +261,7 @@ class Group:
 
     @contextmanager
     def _failures_translated(self, what: str = "is gone or frozen") -> Iterator[None]:
-        """Raises GroupLostError for whatever goes wrong between processes."""
+        """Raise GroupLostError for all errors between processes."""
         if self.lost:
             raise GroupLostError(self.lost)
         try:

@@ -57,7 +57,7 @@ def format_of(config: Mapping[str, Any]) -> StoredFormat | None:
 
 
 def _method(settings: Mapping[str, Any]) -> str:
-    """As `FORMATS` names it: auto-round packs as others do, and old checkpoints of bitsandbytes don't name it."""
+    """The name in `FORMATS`: auto-round packs as others do, and old checkpoints of bitsandbytes have no name."""
     method = str(settings.get("quant_method", "")).lower()
     if method in ("auto-round", "auto_round"):
         packing = str(settings.get("packing_format", "auto_round:auto_gptq"))

@@ -344,7 +344,7 @@ def _head_dim(config: Mapping[str, Any]) -> int:
 
 
 def _check_blocks(num_blocks: int, header: Header) -> None:
-    """Raises CorruptWeightsError if there are others than the file has tensors of."""
+    """Raise CorruptWeightsError if there are others than the file has tensors of."""
     found = {int(match[1]) for match in map(_BLOCK.match, header.tensors) if match}
     if len(found) != num_blocks or max(found) >= num_blocks or "token_embd.weight" not in header.tensors:
         raise CorruptWeightsError(

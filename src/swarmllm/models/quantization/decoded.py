@@ -10,7 +10,7 @@ codes lie in planes of 4, 2 and 1 bits, so that no code straddles bytes: 5 bits 
 makes them.
 
 `Published`: weights as published checkpoints hold them, codes with scales for groups of a row. To round a published
-weight once more would lose accuracy. They take no more memory than on disk, but for scales. `models/published_formats`
+weight once more would lose accuracy. Only scales take more memory than on disk. `models/published_formats`
 makes them.
 
 `GgufBlocks`: weights as GGUF files hold them, byte for byte: blocks of 32 or 256 neighbours of a row, each with its

@@ -232,7 +232,7 @@ def torch_multiplies_int8_faster() -> bool:
 
 def _by_torch_s(codes: Tensor, dtype: torch.dtype, num_inputs: int) -> float:
     """Seconds of a product by decoded rows. All is in memory that is there: while blocks are loaded, new memory has
-    pages of its own, which the system takes longer to provide than this takes (`free_memory`)."""
+    pages of its own, which the system takes longer to provide than this takes (`separate_weights`)."""
     inputs, rows = torch.zeros(num_inputs, codes.shape[1], dtype=dtype), torch.zeros(codes.shape, dtype=dtype)
     outputs = torch.zeros(num_inputs, len(codes), dtype=dtype)
     return _least_s(lambda: torch.mm(inputs, rows.copy_(codes).T, out=outputs))

@@ -28,8 +28,8 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from swarmllm.errors import ConfigurationError
+from swarmllm.machine_memory import trim_heap
 from swarmllm.models.architecture import find_blocks
-from swarmllm.models.free_memory import trim_heap
 from swarmllm.models.quantization import kernels
 from swarmllm.models.quantization.block_search import quantize
 from swarmllm.models.quantization.decoded import FORMS, KBit, Nf4Pairs

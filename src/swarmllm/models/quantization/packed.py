@@ -1,8 +1,8 @@
 """The forms of quantized weights: packed matrices `[…, out, in]` that multiply without ever being whole in memory.
 
 A few tokens go through a kernel that reads the packed weights (on CUDA, `cuda_products`). Many tokens, gradients, and
-whatever no kernel can do (above all float32 activations on a CPU) dequantize some rows at a time, which stay in the
-processor's cache. Both ways use the same packed numbers, so results differ by rounding only. Used by `weight` and
+products that no kernel can do (above all float32 activations on a CPU) dequantize some rows at a time, which stay in
+the processor's cache. Both ways use the same packed numbers, so results differ by rounding only. Used by `weight` and
 `loading`.
 """
 

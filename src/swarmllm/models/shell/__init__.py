@@ -6,9 +6,7 @@ blocks_proxy     the module in its block list; the call that is under way
 stack_forward    the forward of the module that loops over blocks: arguments are checked and made ready to travel
 playback         hidden states and attentions, returned by the model's own code; hooks on whole blocks
 remote_cache     a cache of transformers whose keys and values are on servers
-hollow_blocks    the block list as others see it; one block read from the checkpoint where values are needed
+hollow_blocks    the block list as others see it; the changes that servers compute with, read from it at each forward
 hollow_modules   modules whose weights are on servers: changes that can't reach the servers are refused
-hollow_adapters  changes that servers compute with at a forward, read from the blocks: adapters, dropout and the like
-tuner_layers     layers of peft, in the forms that servers know
 tuned_prompts    trained vectors, keys and values before the text
 """

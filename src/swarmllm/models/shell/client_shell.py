@@ -41,8 +41,8 @@ from swarmllm.models.architecture import Stack, cache_argument, decoder_stack, h
 from swarmllm.models.block_slots import ForwardStopped
 from swarmllm.models.boundary.block_inputs import check_mask
 from swarmllm.models.shell.blocks_proxy import BlocksRunner, Call, calling
-from swarmllm.models.shell.hollow_adapters import BlockAdapters
-from swarmllm.models.shell.hollow_modules import ModulePlace, close_hooks, fix_children, rows_of_one_call
+from swarmllm.models.shell.hollow_blocks import BlockAdapters
+from swarmllm.models.shell.hollow_modules import ModulePlace, close_hooks, fix_children, remove_row_hooks
 from swarmllm.models.shell.remote_cache import CacheSession, RemoteCache
 from swarmllm.models.shell.tuned_prompts import TunedPrefix, TunedPrefixCache, TunedPrompts
 
@@ -183,8 +183,11 @@ class ClientShell:
     tuned_prompts: TunedPrompts | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with rows_of_one_call(self):  # type: ignore[arg-type]
+        try:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        except BaseException:
+            remove_row_hooks(self)  # type: ignore[arg-type]
+            raise
 
     @property
     def peft_config(self) -> dict[str, Any]:

@@ -12,7 +12,6 @@ Made by `hollow_blocks`. Knows neither adapters nor the network.
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, NamedTuple, Never, Self
 
@@ -21,10 +20,8 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_map
 
+from swarmllm.data_structures import MAX_WHOLE
 from swarmllm.errors import ConfigurationError
-
-MAX_WHOLE = 16 << 20
-"""Numbers of a module that is trained as a whole, at most; they travel after each step. Assumed."""
 
 
 class ModulePlace(NamedTuple):
@@ -105,20 +102,15 @@ def close_hooks(module: nn.Module, where: ModulePlace) -> None:
                 _guard(part, name, partial(check, path))
 
 
-@contextmanager
-def rows_of_one_call(model: nn.Module) -> Iterator[None]:
-    """Within, one call of the model runs. If it fails, peft's hooks for the adapters of its rows are removed.
+def remove_row_hooks(model: nn.Module) -> None:
+    """Remove peft's hooks for the adapters of rows after a failed call.
 
     peft removes them only after calls that work, so later calls would have these adapters too.
     """
-    try:
-        yield
-    except BaseException:
-        for module in model.modules():
-            for key in [key for key, hook in module._forward_pre_hooks.items() if is_row_hook(hook)]:
-                del module._forward_pre_hooks[key]
-                module._forward_pre_hooks_with_kwargs.pop(key, None)
-        raise
+    for module in model.modules():
+        for key in [key for key, hook in module._forward_pre_hooks.items() if is_row_hook(hook)]:
+            del module._forward_pre_hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def fix_children(module: nn.Module, where: ModulePlace, names: Collection[str] | None = None) -> None:

@@ -32,8 +32,7 @@ from swarmllm.models.checkpoint.checkpoint import Checkpoint, resolve_dtype
 from swarmllm.models.checkpoint.skeleton import drop_blocks, load_pruned, on_meta, pruned
 from swarmllm.models.shell.blocks_proxy import BlocksProxy, BlocksRunner
 from swarmllm.models.shell.client_shell import ClientShell, ShellStack, TrainingNotices, UnseenChanges
-from swarmllm.models.shell.hollow_adapters import BlockAdapters
-from swarmllm.models.shell.hollow_blocks import BlockReader, hollow_blocks
+from swarmllm.models.shell.hollow_blocks import BlockAdapters, BlockReader, hollow_blocks
 from swarmllm.models.shell.hollow_modules import ModulePlace, fix_children
 from swarmllm.models.shell.stack_forward import adopt_head, adopt_stack, keep_offsets_apart
 from swarmllm.models.shell.tuned_prompts import attach_prompts

@@ -6,7 +6,7 @@ a local model has. The first one runs all blocks on servers, and each returns wh
 (`boundary/inner_states`). Between them runs the model's own code.
 
     hidden states   the output of each block, or what the model's code makes of it
-    attentions      if hooks collect them locally: put there; otherwise returned beside the hidden states
+    attentions      if hooks collect them locally: put there; otherwise returned after the hidden states
 
 Hooks of users on whole blocks work as they do locally, because hidden states before and behind such a block pass
 through this machine. There the blocks run in pieces: the first block of a piece runs it, the last one returns its
@@ -17,24 +17,18 @@ and backward hooks.
 `hollow_blocks` makes the stand-ins, and shows them to the model during such calls.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, Never
 
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import output_capturing
-from transformers.utils.output_capturing import (
-    _CAN_RECORD_REGISTRY,
-    _active_collector,
-    resolve_hidden_states_indices,
-    selected_hidden_states,
-)
+from transformers.utils.output_capturing import _active_collector
 
 from swarmllm.data_structures import Span
 from swarmllm.errors import ConfigurationError, LocalProtocolError
-from swarmllm.models.architecture import text_config
 from swarmllm.models.boundary.inner_states import InnerStates
 from swarmllm.models.shell.blocks_proxy import BlocksProxy, current_call
 from swarmllm.models.shell.hollow_modules import ClosedTable, HollowModule, ModulePlace
@@ -124,46 +118,7 @@ def playback(proxy: BlocksProxy, block_idx: int, like: nn.Module, num_blocks: in
     return found
 
 
-# ---------------------------------------------------------------------- inner states that a call wants
-
-
-def wanted_inner(stack: PreTrainedModel, config: PreTrainedConfig, kwargs: dict[str, Any]) -> InnerStates | None:
-    """The inner states that the caller of the stack's forward wants; None: none.
-
-    Raises:
-        ConfigurationError: servers can't answer them.
-    """
-    hidden, attentions, routers = (
-        wanted if (wanted := kwargs.get(name)) is not None else getattr(config, name, False)
-        for name in ("output_hidden_states", "output_attentions", "output_router_logits")
-    )
-    if routers:
-        raise ConfigurationError(
-            "output_router_logits is not available: the blocks run on the servers, which return hidden states"
-        )
-    if attentions and (used := getattr(config, "_attn_implementation", None)) != "eager":
-        raise ConfigurationError(
-            f"output_attentions needs eager attention, and this model is loaded with {used}: give from_pretrained() "
-            'attn_implementation="eager"'
-        )
-    if not hidden and not attentions:
-        return None
-    settings = text_config(config)
-    num_blocks = int(settings.num_hidden_layers)
-    outputs = _wanted_outputs(stack, hidden, num_blocks) if hidden else ()
-    num_heads = int(getattr(settings, "num_attention_heads", None) or 1)
-    return InnerStates(outputs, attentions=bool(attentions), num_heads=num_heads)
-
-
-def _wanted_outputs(stack: PreTrainedModel, hidden: Any, num_blocks: int) -> set[int]:
-    """The blocks whose outputs the model's code needs for it; the last block's come anyway."""
-    every = set(range(num_blocks - 1))
-    selected = selected_hidden_states(hidden)
-    kind = _CAN_RECORD_REGISTRY.get(stack).get("hidden_states")
-    if selected is None or not isinstance(kind, type):
-        return every
-    # Entry 0 is the input of block 0, and entry k the output of block k - 1.
-    return {idx - 1 for idx in resolve_hidden_states_indices(stack, selected)} & every
+# ---------------------------------------------------------------------- hooks of users
 
 
 class _Hook:
@@ -235,9 +190,12 @@ class _Table(ClosedTable):
     block: nn.Module
     where: ModulePlace
     kind: type[_Hook]
-    cut: int | None
-    """The block before which these hooks cut the model; None: it is cut there anyway."""
+    cut: int
+    """The block before which these hooks cut the model."""
     forbidden: frozenset[int]
+    """Blocks before which it can't be cut."""
+    num_used: Counter[int]
+    """Hooks of users by the block before which they cut the model; all tables of a stack count here."""
 
     def __setitem__(self, key: Any, hook: Any) -> None:
         if getattr(hook, "__module__", None) != output_capturing.__name__:  # transformers' own, which only read
@@ -247,24 +205,28 @@ class _Table(ClosedTable):
                     "model can't be cut there: hook another block"
                 )
             hook = self.kind(hook, self.block, self.where)
+            self.num_used[self.cut] += 1
         super(ClosedTable, self).__setitem__(key, hook)
 
-    @property
-    def used(self) -> bool:
-        return any(isinstance(hook, _Hook) for hook in self.values())
+    def __delitem__(self, key: Any) -> None:
+        self.num_used[self.cut] -= isinstance(self.get(key), _Hook)
+        super().__delitem__(key)
 
 
-def open_to_hooks(block: nn.Module, where: ModulePlace, block_idx: int, end: int, forbidden: Iterable[int]) -> None:
-    """Let a hollow block have forward hooks and forward pre-hooks.
+def open_to_hooks(
+    block: nn.Module, where: ModulePlace, block_idx: int, end: int, forbidden: Iterable[int], num_used: Counter[int]
+) -> None:
+    """Make a hollow block accept forward hooks and forward pre-hooks.
 
     Args:
         block_idx: its number in the whole model; `end`: the last block's in its stack, plus one.
         forbidden: blocks before which the model can't be cut.
+        num_used: counts the hooks of users by the block before which they cut the model.
     """
     for name, kind, cut in zip(TABLES, (_PreHook, _ForwardHook), (block_idx, block_idx + 1), strict=True):
         table = _Table()
-        table.block, table.where, table.kind, table.forbidden = block, where, kind, frozenset(forbidden)
-        table.cut = None if cut == end else cut
+        table.block, table.where, table.kind, table.cut, table.num_used = block, where, kind, cut, num_used
+        table.forbidden = frozenset(forbidden) - {end}  # it is cut there anyway
         block.__dict__[name] = table
 
 
@@ -273,14 +235,3 @@ def share_hooks(stand_in: nn.Module, block: nn.Module) -> None:
     if isinstance(block._forward_hooks, _Table):
         for name in (*TABLES, *_FLAGS):
             stand_in.__dict__[name] = block.__dict__[name]
-
-
-def hooked_bounds(blocks: Mapping[int, nn.Module]) -> set[int]:
-    """Boundaries at which hidden states pass through hooks: `i` is before block `i`, `i + 1` behind it."""
-    found = set()
-    for block_idx, block in blocks.items():
-        for name, bound in zip(TABLES, (block_idx, block_idx + 1), strict=True):
-            table = block.__dict__[name]
-            if isinstance(table, _Table) and table.used:
-                found.add(bound)
-    return found

@@ -2,7 +2,8 @@
 
 `loading` gives both a subclass. Before the architecture's own forward of the stack (`adopt_stack`):
 
-1. The arguments are checked, and the cache is chosen (`client_shell`).
+1. The arguments are checked, and the cache is chosen (`client_shell`). `wanted_inner` reads the wish for hidden states
+   and attentions, which `playback` returns.
 2. Trained prompts are added (`tuned_prompts`).
 3. A `Call` is made of everything that the blocks need besides hidden states; `blocks_proxy` runs it. Encoder outputs
    are part of it once per session (`source_of_call`).
@@ -23,6 +24,7 @@ and other forwards may begin. Speculation uses it (`speculation/sampling_loop`).
 import functools
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -30,21 +32,25 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
 from transformers.masking_utils import create_masks_for_generate
+from transformers.utils.output_capturing import (
+    _CAN_RECORD_REGISTRY,
+    resolve_hidden_states_indices,
+    selected_hidden_states,
+)
 
 from swarmllm.data_structures import Span
 from swarmllm.errors import ConfigurationError, LocalProtocolError
 from swarmllm.models.adapters.block_adapter import BlockAdapter
 from swarmllm.models.adapters.dropout import draw_seeds
-from swarmllm.models.architecture import cache_argument, decoder_stack, is_encoder
+from swarmllm.models.architecture import cache_argument, decoder_stack, is_encoder, text_config
 from swarmllm.models.block_slots import ForwardStopped
 from swarmllm.models.boundary.block_inputs import SOURCE, BlockInputs, DeepstackArguments, check_mask, pack_masks
 from swarmllm.models.boundary.inner_states import InnerStates
 from swarmllm.models.shell.blocks_proxy import Call, calling, current_call
 from swarmllm.models.shell.client_shell import ShellStack, cache_of_call, note_spent
-from swarmllm.models.shell.playback import wanted_inner
 from swarmllm.models.shell.remote_cache import RemoteCache
 from swarmllm.models.shell.tuned_prompts import TunedPrefix, TunedPrefixCache, TunedPrompts, text_mask, whole_length
 
@@ -83,7 +89,8 @@ def adopt_stack(model: PreTrainedModel, of_shell: ShellStack) -> None:
         if prompts is not None and inner is not None and inner.attentions:
             raise ConfigurationError("with tuning_mode there are no attentions of the text alone: leave them out")
         with_prompts = prompts is not None and prompts.prepend(self, kwargs, cache)
-        with whole_length(cache), calling(_call_of(shell, of_shell, kwargs, cache, prefix, inner)):
+        counted = nullcontext() if cache is None or prompts is None else whole_length(cache)
+        with counted, calling(_call_of(shell, of_shell, kwargs, cache, prefix, inner)):
             try:
                 outputs = cls.forward(self, **kwargs)
             finally:
@@ -97,6 +104,45 @@ def adopt_stack(model: PreTrainedModel, of_shell: ShellStack) -> None:
     # torch.compile would trace all code up to the servers, for minutes, and warn of much of it.
     whole = torch.compiler.disable(forward, reason="servers run the blocks")  # type: ignore[no-untyped-call]
     stack.__class__ = type(cls.__name__, (cls,), {"forward": whole, "__module__": cls.__module__})
+
+
+def wanted_inner(stack: PreTrainedModel, config: PreTrainedConfig, kwargs: dict[str, Any]) -> InnerStates | None:
+    """The inner states that the caller of the stack's forward wants; None: none.
+
+    Raises:
+        ConfigurationError: servers can't answer them.
+    """
+    hidden, attentions, routers = (
+        wanted if (wanted := kwargs.get(name)) is not None else getattr(config, name, False)
+        for name in ("output_hidden_states", "output_attentions", "output_router_logits")
+    )
+    if routers:
+        raise ConfigurationError(
+            "output_router_logits is not available: the blocks run on the servers, which return hidden states"
+        )
+    if attentions and (used := getattr(config, "_attn_implementation", None)) != "eager":
+        raise ConfigurationError(
+            f"output_attentions needs eager attention, and this model is loaded with {used}: give from_pretrained() "
+            'attn_implementation="eager"'
+        )
+    if not hidden and not attentions:
+        return None
+    settings = text_config(config)
+    num_blocks = int(settings.num_hidden_layers)
+    outputs = _wanted_outputs(stack, hidden, num_blocks) if hidden else ()
+    num_heads = int(getattr(settings, "num_attention_heads", None) or 1)
+    return InnerStates(outputs, attentions=bool(attentions), num_heads=num_heads)
+
+
+def _wanted_outputs(stack: PreTrainedModel, hidden: Any, num_blocks: int) -> set[int]:
+    """The blocks whose outputs the model's code needs for it; the last block's come anyway."""
+    every = set(range(num_blocks - 1))
+    selected = selected_hidden_states(hidden)
+    kind = _CAN_RECORD_REGISTRY.get(stack).get("hidden_states")
+    if selected is None or not isinstance(kind, type):
+        return every
+    # Entry 0 is the input of block 0, and entry k the output of block k - 1.
+    return {idx - 1 for idx in resolve_hidden_states_indices(stack, selected)} & every
 
 
 def _with_cache(outputs: Any, name: str, cache: RemoteCache | None) -> Any:

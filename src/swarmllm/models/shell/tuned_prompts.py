@@ -141,11 +141,8 @@ def attach_prompts(model: PreTrainedModel, mode: str, pre_seq_len: int, num_bloc
 
 
 @contextmanager
-def whole_length(cache: RemoteCache | None) -> Iterator[None]:
+def whole_length(cache: RemoteCache) -> Iterator[None]:
     """Within, the cache counts the prompts as well."""
-    if cache is None:
-        yield
-        return
     hidden, cache.num_hidden = cache.num_hidden, 0
     try:
         yield

@@ -7,7 +7,7 @@ span_cache        their KV cache: buffers that grow, or pages
 probes            traits of the blocks, observed when they are loaded
 probe_results     these traits, kept on disk for the next start
 small_copy        these traits, observed by clients without weights
-trials            random inputs, float32, one part of each kind: how blocks are tried
+trials            random inputs, float32, few threads, one part of each kind: how blocks are tried
 packing           calls of several sessions, run together if they fit
 packing_probe     ways of packing that give the right results
 packed_caches     several sessions in one row, or as a padded batch

@@ -1,10 +1,10 @@
 """How blocks attend: switching a model to another attention function, and attention of few positions to many keys.
 
-PyTorch's attention of few new positions is slow on CPUs in half precision: a single row of queries takes 20 to 40 times
-as long as reading its keys would, two query heads to one of keys take less than one does (6.2 ms a block at 2048
-positions and 4 heads of keys, 0.4 in the way below; torch 2.13). So here query heads that share keys are rows of one
-matrix, instead of keys repeated for each head, and a single row stands twice. The result is as exact as PyTorch's, with
-other last bits. Used by `block_span`, `packed_caches` and `paged_attention`.
+PyTorch's attention of few new positions is slow on CPUs in half precision. A single row of queries takes 20 to 40 times
+as long as reading its keys. (At 2048 positions and 4 heads of keys, a block takes 6.2 ms; in the way below 0.4 ms;
+torch 2.13.) Two rows take less time than one. So query heads that share keys are rows of one matrix here, instead of
+repeating the keys for each head, and a single row is used twice. The result is as exact as PyTorch's, but its last bits
+differ. Used by `block_span`, `packed_caches` and `paged_attention`.
 """
 
 import threading

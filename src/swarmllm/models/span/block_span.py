@@ -156,7 +156,7 @@ class BlockSpan:
         model.eval()
         self.traits = BlockTraits()
         self.digests = digests
-        """Digests of the blocks in the checkpoint (`checkpoint/block_digests`)."""
+        """Digests of the blocks in the checkpoint (`checkpoint/skeleton`)."""
         self.cache_sizes = CacheSizes()
         self.pool: PagePool | None = None
         """Pages for the keys and values of all sessions; None: each session has tensors of its own."""

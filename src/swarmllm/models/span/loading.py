@@ -15,11 +15,12 @@ from transformers import PreTrainedModel
 
 from swarmllm.data_structures import Span
 from swarmllm.errors import ConfigurationError, UnsupportedModelError
+from swarmllm.machine_memory import return_free_memory, separate_weights
 from swarmllm.models.architecture import blocks_class, find_blocks, stack_of
 from swarmllm.models.block_slots import BlockSlots
-from swarmllm.models.checkpoint.block_digests import BlockDigests
 from swarmllm.models.checkpoint.checkpoint import Checkpoint
 from swarmllm.models.checkpoint.skeleton import (
+    BlockDigests,
     load_pruned,
     needed_tensors,
     on_meta,
@@ -27,7 +28,6 @@ from swarmllm.models.checkpoint.skeleton import (
     pruned,
     unused_before_blocks,
 )
-from swarmllm.models.free_memory import return_free_memory, separate_weights
 from swarmllm.models.parallel.shared import Group, share
 from swarmllm.models.quantization import FULL_PRECISION, Quantization
 from swarmllm.models.quantization.loading import LoadingConfig, check_quantized, hold_whole
@@ -35,6 +35,7 @@ from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.offload import OffloadedBlocks, spread
 from swarmllm.models.span.probe_results import ProbeResults
 from swarmllm.models.span.probes import probe
+from swarmllm.models.span.trials import worthwhile_threads
 
 logger = logging.getLogger(__name__)
 
@@ -99,12 +100,13 @@ def load_block_span(
         return _probed(blocks, known)  # not within separate_weights: products decode in pieces
 
     unused = unused_before_blocks(checkpoint.config, stack_of(checkpoint.config, span))
-    try:
-        return load(unused)
-    except UnsupportedModelError:
-        if unused:  # perhaps the model calls one of these modules between blocks
-            return load(())
-        raise
+    with worthwhile_threads(on_meta(pruned(blocks_class(checkpoint.config), prune_to_span(span)), checkpoint.config)):
+        try:
+            return load(unused)
+        except UnsupportedModelError:
+            if unused:  # perhaps the model calls one of these modules between blocks
+                return load(())
+            raise
 
 
 def _reader(

@@ -19,7 +19,15 @@ from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.packed_caches import PackingUnsupportedError
 from swarmllm.models.span.packing import PackedForward, Packing, SessionCall
 from swarmllm.models.span.span_cache import RollbackUnsupportedError, SpanCache
-from swarmllm.models.span.trials import LENIENT, STRICT, in_float32, parts_of_each_kind, random_inputs, rms
+from swarmllm.models.span.trials import (
+    LENIENT,
+    STRICT,
+    in_float32,
+    parts_of_each_kind,
+    random_inputs,
+    rms,
+    worthwhile_threads,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +52,8 @@ def right_ways(span: BlockSpan) -> list[Packing]:
     forward, inputs = PackedForward(span), random_inputs(span, min(SEQ, span.max_positions or SEQ), batch_size=3)
     probes = [PackingProbe(forward, part, inputs) for part in parts_of_each_kind(span)]
     ways = [way for way in Packing if way != Packing.PAGED or span.pool is not None]
-    return [way for way in ways if way == Packing.ONE_BY_ONE or all(probe.agrees(way) for probe in probes)]
+    with worthwhile_threads(span.slots):
+        return [way for way in ways if way == Packing.ONE_BY_ONE or all(probe.agrees(way) for probe in probes)]
 
 
 class PackingProbe:

@@ -1,4 +1,4 @@
-"""Results of probes, kept on disk: the next start of a server would find the same.
+"""Results of probes, kept on disk for the next start of a server, which would find the same.
 
 Called by `loading`. A result is for the same blocks of the same config, in the same format, computed by the same code
 on the same kind of processor. Weights make no difference to what blocks need and can do.

@@ -126,7 +126,14 @@ class Daemon:
         """Wait until the daemon is ready, and let hivemind connect to it."""
         last_words = ""
         protocol = asyncio.StreamReaderProtocol(self._output)
-        self._pipe, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, self._process.stdout)
+        # If it were cancelled, uvloop would close the pipe by its number, and `end` again: another file's by then.
+        opening = asyncio.ensure_future(
+            asyncio.get_running_loop().connect_read_pipe(lambda: protocol, self._process.stdout)
+        )
+        try:
+            await asyncio.shield(opening)
+        finally:
+            self._pipe, _ = await opening
         async for line in self._lines():
             if line.startswith(READY):
                 break

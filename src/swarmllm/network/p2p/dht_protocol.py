@@ -2,10 +2,10 @@
 
 `p2p/dht_node` replaces hivemind's protocol by this one. The limits:
 
-- a record is accepted from its owner only, over the owner's own connection, and kept in a `RecordStore`; - nodes are
-learned only if their ids are the hashes of their peer ids, so that nobody can choose a place in the DHT; - calls of
-others are answered one after the other, and take a quarter of the event loop at most; - answers of other nodes are read
-only for a look-up in progress, a few records in each turn of the event loop.
+- a record is accepted from its owner only, over the owner's own connection, and kept in a `RecordStore`;
+- nodes are learned only if their ids are the hashes of their peer ids, so that nobody can choose a place in the DHT;
+- calls of others are answered one after the other, and take a quarter of the event loop at most;
+- answers of other nodes are read only for a look-up in progress, a few records in each turn of the event loop.
 
 Records aren't handed over to new nodes: owners renew them several times a minute, and every look-up asks all nodes
 around the key.
@@ -76,7 +76,7 @@ class SentRecord:
 
 
 def node_id_of(peer_id: Any) -> Any:
-    """The one place of a peer in the DHT."""
+    """The place of a peer in the DHT. It can't have another one."""
     return DHTID.generate(peer_id.to_bytes())
 
 

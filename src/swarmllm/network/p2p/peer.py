@@ -177,6 +177,11 @@ class Peer:
             self._reachability.find_relays = find
 
     @property
+    def num_streams(self) -> int:
+        """Open streams, to this peer and from it."""
+        return len(self._streams)
+
+    @property
     def num_relayed_streams(self) -> int:
         """Open streams that pass through a relay."""
         return sum(stream.through_relay for stream in self._streams)
@@ -263,7 +268,7 @@ class Peer:
             await stream.close()
 
     async def _start_relay(self, rules: RelayRules | None) -> None:
-        """Replace p2pd's own relay, which would serve anybody; also if this one serves nobody."""
+        """Replace p2pd's own relay, which would serve everybody. Do so even if this peer relays for nobody."""
         daemon = self._running_daemon()
 
         async def open_stop(peer_id: str) -> ByteStream:
@@ -339,13 +344,17 @@ class Peer:
 
     # Start and end
 
+    def abort_streams(self) -> None:
+        """End all streams at once. The peer goes on, and new streams may come."""
+        for stream in tuple(self._streams):
+            stream.abort()
+
     async def close(self) -> None:
         """Close all streams and end the daemon. Takes a few seconds at most; may be repeated."""
         if self._closed:
             return
         self._closed = True
-        for stream in tuple(self._streams):
-            stream.abort()
+        self.abort_streams()
         await self._end()
         if self._identity_lock is not None:
             os.close(self._identity_lock)

@@ -221,6 +221,11 @@ class AdaptiveTimeout:
         """Bytes sent after the last PING."""
         return self._sent - self._marked
 
+    @property
+    def unconfirmed_bytes(self) -> int:
+        """Bytes that may still be on the way: sent after the last PING that was answered."""
+        return self._sent - self._arrived
+
     def mark(self, number: int) -> None:
         """Note that a PING with this number is sent now: everything sent so far comes before it."""
         self._marked = self._marks[number] = self._sent
@@ -256,7 +261,7 @@ class AdaptiveTimeout:
         if not self.num_waiting or not self.ping_is_under_way or self._slowest_s is None:
             return math.inf
         bytes_per_s = max(SLOWEST_LINK_BYTES_PER_S, SHARE_OF_LINK * (mbps or 0.0) * 1e6 / 8)
-        under_way_s = (self._sent - self._arrived) / bytes_per_s
+        under_way_s = self.unconfirmed_bytes / bytes_per_s
         return self._silent_since + LEAST_SILENCE_S + SLOWEST_ROUND_TRIPS * self._slowest_s + under_way_s
 
 

@@ -15,7 +15,7 @@ A stream begins with HELLO and WELCOME (`wire/protocol`). Then either side may s
     ADAPTER            RESULT | ERROR     client → server: keep these trained tensors; requests name them by a handle
 
 A session ends with the stream on which it was opened. Every request carries an `id` that its answer repeats. Tensors
-may be packed if the peer supports it (`wire/compression`). Unknown fields are ignored, so that newer peers can add
+may be compressed if the peer supports it (`wire/compression`). Unknown fields are ignored, so that newer peers can add
 some. `wire/frames` has the numbers and largest sizes of the messages. `streams/connection` receives them on a server.
 """
 

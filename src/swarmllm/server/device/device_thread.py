@@ -36,7 +36,7 @@ UNFINISHED = object()
 """Result of a turn that isn't the last one of its work."""
 
 LAST_STEPS = 512
-"""Number of steps in the 95th percentile. Assumed: some minutes of one text, some seconds of many."""
+"""Number of steps in the percentiles. Assumed: some minutes of one text, some seconds of many."""
 SMOOTHING = 0.1
 """Share of the newest forward in the smoothed numbers."""
 MOST_PACE = 100.0
@@ -47,8 +47,15 @@ FORGET_QUEUE_S = 10.0
 CLOSE_TIMEOUT_S = 2.0
 """A server must be gone within 10 s of SIGTERM, however long a block's load or a backward would still take."""
 
+LONG_FORWARD = 64
+"""Fewest tokens of a forward that shows the speed of forwards. Shorter ones take longer for each token."""
+FORWARD_SMOOTHING = 0.25
+"""Share of the newest of these. Assumed: a text has one or two of them, and hundreds of decode steps."""
+
 StepMs = Callable[[int, int, int], float]
 """Expected milliseconds of a decode step, from its numbers of blocks, rows, and tokens in the caches of all rows."""
+ForwardMs = Callable[[int, int], float]
+"""Expected milliseconds of a forward, from its numbers of blocks and tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +98,7 @@ class SessionStep(Call):
     num_blocks: int = 0
     context_tokens: int = 0
     """Tokens in its session's cache before it, in all rows together."""
+    num_rows: int = 1
 
     def take(self, num_tokens: int) -> SessionCall:
         """Return the next piece, ready to run. Called in the device thread; an exception fails this step alone."""
@@ -178,13 +186,18 @@ class LoadMeter:
         self._queue_ms = self._batch_size = self._last_forward_at = 0.0
         self._num_steps = self._num_tokens = self._num_forwards = self.num_failures = 0
         self._step_s: deque[float] = deque(maxlen=LAST_STEPS)
-        self._expected_ms: StepMs | None = None
-        self.pace = 1.0
-        """Smoothed time of real decode steps, as a multiple of the expected time."""
+        self._token_s: deque[float] = deque(maxlen=LAST_STEPS)
+        self._last_tokens: dict[str, tuple[float, int]] = {}
+        """Arrival and position of the last decode step, by session."""
+        self._step_ms: StepMs | None = None
+        self._forward_ms: ForwardMs | None = None
+        self.pace = self.forward_pace = 1.0
+        """Smoothed time of real decode steps, and of long forwards, as multiples of the expected times."""
 
-    def expect(self, step_ms: StepMs | None) -> None:
-        """Compare the time of decode steps with `step_ms` from now on."""
-        self._expected_ms, self.pace = step_ms, 1.0
+    def expect(self, step_ms: StepMs | None, forward_ms: ForwardMs | None = None) -> None:
+        """Compare the time of decode steps with `step_ms`, and that of forwards with `forward_ms`, from now on."""
+        self._step_ms, self._forward_ms = step_ms, forward_ms
+        self.pace = self.forward_pace = 1.0
 
     def load(self, now: float) -> Load:
         """Return the load as of now."""
@@ -194,10 +207,17 @@ class LoadMeter:
             queue_ms, self._batch_size, self._num_steps, self._num_tokens, self._num_forwards, self.num_failures
         )
 
-    def step_ms_p95(self) -> float:
-        """Return the time within which 95 % of the last 512 decode steps were ready; 0 if there was none."""
-        last = sorted(self._step_s.copy())  # a copy in one go, since the device thread goes on counting
-        return last[int(0.95 * (len(last) - 1))] * 1e3 if last else 0.0
+    def step_ms(self, share: float) -> float:
+        """Return the time within which this share of the last 512 decode steps were ready; 0 if there was none."""
+        return _percentile(self._step_s, share) * 1e3
+
+    def token_ms(self) -> float:
+        """Return the median of the time from token to token of texts, in the last 512 decode steps; 0 if unknown."""
+        return _percentile(self._token_s, 0.5) * 1e3
+
+    def forget(self, session: str) -> None:
+        """Note that the session has ended."""
+        self._last_tokens.pop(session, None)
 
     def count(self, pieces: Sequence[Piece], now: float, since: float, ended_at: float) -> None:
         """Count a forward of these pieces that began `now`; waiting before `since` was a pause for other programs."""
@@ -210,20 +230,51 @@ class LoadMeter:
         self._step_s.extend(
             ended_at - max(call.queued_at, since) for call, _ in pieces if call.priority == Priority.DECODE
         )
+        for call, _ in pieces:
+            if isinstance(call, SessionStep) and call.session is not None and not call.num_tokens:
+                self._token_came(call, call.session)
         self._last_forward_at = now
         self._compare(pieces, (ended_at - now) * 1e3)
 
+    def _token_came(self, step: SessionStep, session: str) -> None:
+        """Note how long the session's client took for a token: with all servers, the network and its own work."""
+        before = self._last_tokens.pop(session, None)
+        if step.priority is not Priority.DECODE:
+            return  # a prompt: people may have thought about it
+        position = step.context_tokens // step.num_rows
+        self._last_tokens[session] = step.queued_at, position
+        if before is not None and position > before[1]:
+            self._token_s.append((step.queued_at - before[0]) / (position - before[1]))
+
     def _compare(self, pieces: Sequence[Piece], took_ms: float) -> None:
-        if self._expected_ms is None:
-            return
-        steps = [call for call, _ in pieces if call.priority is Priority.DECODE and isinstance(call, SessionStep)]
-        spans = {step.num_blocks for step in steps}
-        if len(steps) < len(pieces) or len(spans) != 1:
-            return  # a prompt was computed together with them, or other blocks
-        rows, contexts = sum(num_tokens for _, num_tokens in pieces), sum(step.context_tokens for step in steps)
-        expected_ms = self._expected_ms(spans.pop(), rows, contexts)
-        if expected_ms > 0:
-            self.pace = min(max(_smoothed(self.pace, took_ms / expected_ms), 1 / MOST_PACE), MOST_PACE)
+        steps = [call for call, _ in pieces if isinstance(call, SessionStep)]
+        spans, kinds = {step.num_blocks for step in steps}, {step.priority for step in steps}
+        if len(steps) < len(pieces) or len(spans) != 1 or len(kinds) != 1:
+            return  # a prompt was computed together with decode steps, or other blocks
+        num_tokens = sum(num_tokens for _, num_tokens in pieces)
+        if kinds == {Priority.PREFILL}:
+            self.compare_forward(spans.pop(), num_tokens, took_ms)
+        elif kinds == {Priority.DECODE} and self._step_ms is not None:
+            expected_ms = self._step_ms(spans.pop(), num_tokens, sum(step.context_tokens for step in steps))
+            self.pace = _followed(self.pace, took_ms, expected_ms, SMOOTHING)
+
+    def compare_forward(self, num_blocks: int, num_tokens: int, took_ms: float) -> None:
+        """Compare a forward of so many tokens with the expected time."""
+        if self._forward_ms is not None and num_tokens >= LONG_FORWARD:
+            expected_ms = self._forward_ms(num_blocks, num_tokens)
+            self.forward_pace = _followed(self.forward_pace, took_ms, expected_ms, FORWARD_SMOOTHING)
+
+
+def _percentile(seconds: deque[float], share: float) -> float:
+    last = sorted(seconds.copy())  # a copy in one go, since the device thread goes on counting
+    return last[int(share * (len(last) - 1))] if last else 0.0
+
+
+def _followed(pace: float, took_ms: float, expected_ms: float, share: float) -> float:
+    """The pace after another forward."""
+    if expected_ms <= 0:
+        return pace
+    return min(max(pace + share * (took_ms / expected_ms - pace), 1 / MOST_PACE), MOST_PACE)
 
 
 def _smoothed(before: float, newest: float) -> float:
@@ -279,12 +330,31 @@ class DeviceThread:
     @property
     def step_ms_p95(self) -> float:
         """Within this time 95 % of the last decode steps were ready, waiting included."""
-        return self._meter.step_ms_p95()
+        return self._meter.step_ms(0.95)
+
+    @property
+    def step_ms_p50(self) -> float:
+        """The same for half of them."""
+        return self._meter.step_ms(0.5)
+
+    @property
+    def token_ms(self) -> float:
+        """Median of the time from token to token of texts, as this server has seen the steps come."""
+        return self._meter.token_ms()
 
     @property
     def pace(self) -> float:
         """Time of decode steps now, as a multiple of the time measured when the blocks were loaded."""
         return self._meter.pace
+
+    @property
+    def forward_pace(self) -> float:
+        """The same of forwards of many tokens."""
+        return self._meter.forward_pace
+
+    def note_forward(self, num_blocks: int, num_tokens: int, compute_us: int) -> None:
+        """Note the time of a sessionless forward of so many tokens."""
+        self._inbox.put(partial(self._meter.compare_forward, num_blocks, num_tokens, compute_us / 1e3))
 
     async def run_call(self, call: Callable[[], T], priority: Priority, account: Account = HOUSE) -> Timed[T]:
         """Run `call()` in the device thread on its own, on behalf of `account`; its exceptions are raised here.
@@ -316,6 +386,7 @@ class DeviceThread:
     def forget(self, session: str) -> None:
         """Expect no more steps of a session that has ended."""
         self._inbox.put(partial(self._scheduler.forget, session))
+        self._inbox.put(partial(self._meter.forget, session))
 
     async def wait_until_idle(self) -> None:
         """Return when nothing is queued or running."""
@@ -368,11 +439,18 @@ class DeviceThread:
 
     # ------------------------------------------------------------------ called in the thread
 
-    def adopt(self, *, doubling_tokens: int, beside_decode: int, step_ms: StepMs | None = None) -> None:
+    def adopt(
+        self,
+        *,
+        doubling_tokens: int,
+        beside_decode: int,
+        step_ms: StepMs | None = None,
+        forward_ms: ForwardMs | None = None,
+    ) -> None:
         """Use these numbers from the next forward on; called by a call that has measured them.
 
         `doubling_tokens` and `beside_decode` (`max_prefill_tokens_beside_decode`) are of `Budget`; decode steps are
-        compared with `step_ms`.
+        compared with `step_ms`, long forwards with `forward_ms`.
         """
         most = self._scheduler.budget.max_tokens
         self._scheduler.budget = replace(
@@ -380,7 +458,7 @@ class DeviceThread:
             doubling_tokens=min(max(1, doubling_tokens), most),
             max_prefill_tokens_beside_decode=min(max(1, beside_decode), most),
         )
-        self._meter.expect(step_ms)
+        self._meter.expect(step_ms, forward_ms)
 
     def _work(self) -> None:
         try:

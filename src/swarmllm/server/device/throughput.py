@@ -17,8 +17,8 @@ from itertools import pairwise
 import torch
 
 from swarmllm.data_structures import Span
+from swarmllm.machine_memory import return_free_memory
 from swarmllm.models.boundary.block_inputs import BlockInputs
-from swarmllm.models.free_memory import return_free_memory
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.packing import Packer, Packing, SessionCall
 from swarmllm.models.span.span_cache import SpanCache
@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 
 PACKING_CONTEXTS = (20, 120, 8, 60)
 """Tokens in the caches of the measured sessions."""
-PACKING_STEPS_S = 0.05
+PACKING_STEPS_S = 0.02
 """Time of one step of each session, one by one; as many blocks as that are measured, one at least. Assumed."""
-PACKING_BUDGET_S = 0.3
+PACKING_BUDGET_S = 0.15
 """Seconds after which no further round begins."""
 PACKING_ROUNDS = 3
 """Number of rounds; the fastest counts, as disturbances only ever make a measurement slower."""
@@ -40,15 +40,16 @@ WORTH_A_CHANGE = 0.9
 FORWARD_TOKENS = 128
 REPEATS = 3
 BATCH = 8
-MEASURED_S = 0.1
+MEASURED_S = 0.03
 """Time of a forward over the measured blocks; at least one is measured. Assumed, with the two below, so that a server
-starts at most a second or two later, however many blocks it has, unless one block takes longer."""
-BUDGET_S = 1.0
+starts at most a second later, however many blocks it has, unless one block takes longer. Real steps correct the figures
+(`LoadMeter`)."""
+BUDGET_S = 0.5
 """Seconds after which no further measurement begins."""
 SLOW_S = 0.25
 """Calls that take longer are measured only twice: warming up makes no difference there."""
 CONTEXT_TOKENS = 1024
-CONTEXT_BUDGET_S = 0.4
+CONTEXT_BUDGET_S = 0.15
 """Seconds for filling the cache; slower blocks are measured with a shorter context."""
 WORTH_A_THREAD = 0.9
 """More threads must take less than this share of the time: they take cores from other programs, and oversubscribed
@@ -144,6 +145,10 @@ class Throughput:
         )
         return num_blocks * ms
 
+    def forward_ms(self, all_blocks: int, num_blocks: int, num_tokens: int) -> float:
+        """Expected time of a forward of these tokens through `num_blocks` of the span's blocks."""
+        return num_tokens * 1e3 / self.forward_tokens_per_s * num_blocks / all_blocks
+
 
 def measure_throughput(packer: Packer, *, choose_threads: bool = False) -> Throughput:
     """Measure the blocks, and set how `packer` runs several sessions; `choose_threads` sets the number of threads
@@ -197,13 +202,17 @@ def _measure(packer: Packer, *, choose_threads: bool) -> Throughput:
     num_threads = 0
     if choose_threads:
         num_threads = 1
-        for candidate in sorted({max(2, most // 2), most} - {1}):
-            if candidate > most or time.perf_counter() > deadline:
+        for place, candidate in enumerate(sorted({max(2, most // 2), most} - {1})):
+            # One is tried in any case: large blocks use up the time with one thread, and gain most by others.
+            if candidate > most or (place and time.perf_counter() > deadline):
                 break
             torch.set_num_threads(candidate)
-            with_more = measured.decode_s(), measured.forward_s()
-            if with_more[0] * with_more[1] < WORTH_A_THREAD * decode_s * forward_s:
-                num_threads, (decode_s, forward_s) = candidate, with_more
+            decode_more_s = measured.decode_s()
+            if decode_more_s > WORTH_A_THREAD * decode_s * candidate:
+                continue  # not even a forward that gains by each thread could make up for that
+            forward_more_s = measured.forward_s()
+            if decode_more_s * forward_more_s < WORTH_A_THREAD * decode_s * forward_s:
+                num_threads, decode_s, forward_s = candidate, decode_more_s, forward_more_s
         torch.set_num_threads(num_threads)
     batch8_s = context_s = 0.0
     if blocks.keeps_cache and time.perf_counter() < deadline:

@@ -252,6 +252,11 @@ class Links:
         self._dialling: dict[str, _Dialling] = {}
         self._mbps: float | None = None
 
+    @property
+    def num_dialling(self) -> int:
+        """Servers that are being dialled for a link."""
+        return len(self._dialling)
+
     def mbps(self, own_peer_id: str) -> float | None:
         """Megabits per second of the fastest link to another server; a slow link may be the other side's fault.
 

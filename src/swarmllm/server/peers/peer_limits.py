@@ -69,6 +69,10 @@ class PeerLimits:
         """Number of streams of all peers."""
         return self._streams.total()
 
+    def num_bytes(self, peer_id: str | None = None) -> int:
+        """Bytes that are held for this peer, or for all of them."""
+        return self._bytes.total() if peer_id is None else self._bytes.get(peer_id, 0)
+
     def enter(self, peer_id: str) -> None:
         """Count one more stream of that peer.
 

@@ -11,7 +11,7 @@ server. Called by the code that handles streams and requests; knows nothing abou
     without tensors, from the client                the request ends with SessionLostError
     none                                            the same after `WAIT_S`
 
-What has been taken counts as the request's client's bytes, as if the client had sent it (`peer_limits`).
+The bytes of a PUSH that was taken count as bytes of the client whose request names it (`peer_limits`).
 """
 
 import asyncio
@@ -82,6 +82,16 @@ class Pushes:
         self._limits = limits
         self._waiting: dict[str, _Waiting] = {}  # by token
         self._early: dict[tuple[str, str], tuple[Pushed, asyncio.TimerHandle]] = {}  # by sender and token
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for what another server pushes."""
+        return len(self._waiting)
+
+    @property
+    def num_early(self) -> int:
+        """Messages that came before their request."""
+        return len(self._early)
 
     @asynccontextmanager
     async def taken(self, previous: Predecessor, client: str) -> AsyncIterator[Pushed]:

@@ -33,10 +33,10 @@ from swarmllm.errors import (
     SessionLostError,
     SwarmError,
 )
+from swarmllm.machine_memory import return_free_memory
 from swarmllm.models.adapters.block_adapter import BlockAdapter
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.boundary.inner_states import InnerStates
-from swarmllm.models.free_memory import return_free_memory
 from swarmllm.models.span.packing import Packer
 from swarmllm.network.wire.compression import Outgoing, as_received, compressed
 from swarmllm.network.wire.messages import OpenHeader, ReplayHeader, ResultHeader, StepHeader, Successor, Timings

@@ -347,6 +347,7 @@ class _StepInPieces(SessionStep):
             packer=runner.packer,
             num_blocks=len(runner.span),
             context_tokens=header.position * header.batch_size,
+            num_rows=header.batch_size,
         )
         self.has_run = False
         """True when blocks may have seen some of it."""

@@ -86,6 +86,11 @@ class StreamHandler:
         self._fingerprint, self._greeted = fingerprint, greeted
         self._intake = Intake()
 
+    @property
+    def num_untaken_bytes(self) -> int:
+        """Bytes that peers have sent and no stream has taken yet."""
+        return self._intake.num_bytes
+
     async def __call__(self, stream: FrameStream) -> None:
         """Serve one stream until it ends."""
         peer_id, access = stream.peer_id, self.access
@@ -380,6 +385,8 @@ class _Request:
         turns = await self._turns(adapter, pushed, inner)
         account = serving.limits.standing.account(self.stream.peer_id)
         timed = await serving.device_thread.run_in_turns(turns, Priority.SESSIONLESS, account)
+        if self.message.type == MessageType.FORWARD:
+            serving.device_thread.note_forward(len(span), header.batch_size * header.seq_len, timed.compute_us)
         kept, result = timed.value
         if kept is not None:
             serving.kept_forwards.put(self.stream.peer_id, header.id, kept)

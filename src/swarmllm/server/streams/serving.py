@@ -254,7 +254,7 @@ class Access:
             self.sleep = None
 
     async def retire(self, timeout_s: float) -> None:
-        """End what is served, and let its blocks go."""
+        """End all sessions and requests, and free the blocks."""
         if self.serving is not None:
             await self.serving.retire(timeout_s)
             self.serving = None

@@ -1,12 +1,13 @@
 """Simulate a swarm of up to thousands of servers, which decide by the same `placement` as real ones.
 
-Used by tests and benchmarks/simulate. No I/O, no clock, no torch: an event queue and a seeded random generator, so the
-same seed gives the same run. It simulates:
+Used by `simulate.py` and tests. No I/O, no clock, no torch: an event queue and a seeded random generator, so the same
+seed gives the same run. It simulates:
 
 - the loop of each server that `placement` describes: a plan once per update period at a random phase, a claim, a second
-look, draining, loading. A server serves nothing while it moves; - looks into the DHT, which show the swarm as it was
-some seconds ago, differently for each look. A server sees only its   own record as it is; - records: a leaving server
-withdraws its record, the record of a crashed one stays until it expires.
+  look, draining, loading. A server serves nothing while it moves;
+- looks into the DHT, which show the swarm as it was some seconds ago, differently for each look. A server sees only its
+  own record as it is;
+- records: a leaving server withdraws its record, the record of a crashed one stays until it expires.
 """
 
 import heapq

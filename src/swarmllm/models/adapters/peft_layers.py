@@ -1,8 +1,8 @@
-"""The changes that peft's layers make to a module of a hollow block, in forms that servers know.
+"""peft's layers in the forms of `block_adapter`, and its settings that can't be served.
 
-`_READERS` has a line for each class of peft; `adapters/block_adapter` has the forms. A method in another form may be
-computed to one of them here: gradients go on from the tensors that travel to the parameters that they were computed
-from. Called by `hollow_adapters`.
+`_READERS` has a line for each class of peft. A method in another form may be computed to one of these forms here. Then
+gradients go on from the tensors that travel to the parameters that they were computed from. The client's shell calls it
+for the layers that peft has put into its hollow blocks (`shell/hollow_blocks`); it works on any layer of peft.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from swarmllm.data_structures import Patch
+from swarmllm.data_structures import MAX_WHOLE, Patch
 from swarmllm.errors import ConfigurationError
-from swarmllm.models.shell.hollow_modules import MAX_WHOLE
+
+SAFE_INITS = (None, True, False, "gaussian", "orthogonal")
+"""Values of `init_lora_weights` that leave the base weights alone."""
 
 _names: dict[type, list[str]] = {}
 
@@ -25,6 +27,25 @@ def _peft_names(module: nn.Module) -> list[str]:
         names = (f"{one.__module__}.{one.__qualname__}" for one in cls.__mro__)
         _names[cls] = [name.removeprefix("peft.") for name in names if name.startswith("peft.")]
     return _names[cls]
+
+
+def check_config(config: Any) -> None:
+    """Check the settings of an adapter of peft.
+
+    Raises:
+        ConfigurationError: servers can't compute it.
+    """
+    init = getattr(config, "init_lora_weights", True)
+    if init not in SAFE_INITS:
+        raise ConfigurationError(
+            f"init_lora_weights={init!r} reads base weights and changes them, which only servers have: use True or "
+            "'gaussian'"
+        )
+    if parameters := getattr(config, "target_parameters", None):
+        raise ConfigurationError(
+            f"target_parameters={list(parameters)} can't be adapted, because servers apply adapters to linear modules: "
+            "use target_modules"
+        )
 
 
 def is_lora(module: nn.Module) -> bool:
