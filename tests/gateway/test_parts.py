@@ -147,8 +147,8 @@ def test_the_picture_tells_what_changed() -> None:
     assert [event["kind"] for event in shown["events"]] == ["unreachable", "left", "joined", "moved"]
 
 
-def test_the_expected_speed_counts_the_way_to_servers() -> None:
-    """And the best route is that of the nearest server."""
+def test_the_expected_speed_counts_the_way_to_servers_and_the_head() -> None:
+    """The best route is that of the nearest server."""
     near, far = server(1, 0, 8), server(2, 0, 8)
     for contacts, least_ms in (({}, 0.0), ({near.peer_id: Contact(True, 0.05), far.peer_id: Contact(True, 0.4)}, 50.0)):
         picture = SwarmPicture("m", "f", 8)
@@ -156,6 +156,8 @@ def test_the_expected_speed_counts_the_way_to_servers() -> None:
         shown = picture.as_json()
         assert least_ms < shown["expected_ms_per_token"] < least_ms + 20
     assert [hop["peer_id"] for hop in shown["route"]] == [near.peer_id]
+    picture.head_ms = 30.0
+    assert picture.as_json()["expected_ms_per_token"] == pytest.approx(shown["expected_ms_per_token"] + 30)
 
 
 def test_blocks_on_a_single_server() -> None:

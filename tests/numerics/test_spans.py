@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,6 +20,10 @@ from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
 from swarmllm.models.span.packing_probe import PackingProbe, right_ways
 from swarmllm.models.span.trials import kind_of, worthwhile_threads
+from swarmllm.server.device.device_thread import DeviceThread
+from swarmllm.server.peers.peer_limits import PeerLimits
+from swarmllm.server.settings import ServerConfig
+from swarmllm.server.span_loader import SpanLoader
 
 
 def _span(model_type: str, directory: Path, span: Span, dtype: torch.dtype | None = None) -> BlockSpan:
@@ -112,11 +117,20 @@ def test_small_blocks_are_loaded_and_tried_by_one_thread(tmp_path: Path, monkeyp
     for name in ("load_pruned", "check_quantized", "probe"):
         noting(loading, name)
     noting(PackingProbe, "agrees")
-    right_ways(_span("llama", tmp_path, Span(0, 2)))
+    save_tiny("llama", tmp_path / "model")
+    model, thread = str(tmp_path / "model"), SimpleNamespace()
+    config = ServerConfig(model=model, new_swarm=True, cache_dir=str(tmp_path / "cache"))
+    loader = SpanLoader(config, open_checkpoint(model), cast(DeviceThread, thread), PeerLimits())
+
+    def load(num_blocks: int) -> None:
+        (blocks,) = loader._load_blocks(Span(0, num_blocks), 0, None)
+        right_ways(blocks)
+
+    load(2)
     assert seen == {"load_pruned": 1, "check_quantized": 1, "probe": 1, "agrees": 1}
     assert torch.get_num_threads() == 4
     monkeypatch.setattr(kernels, "WORTH_A_THREAD", 1)
-    right_ways(_span("llama", tmp_path, Span(0, 2)))
+    load(3)
     assert set(seen.values()) == {4}
 
 

@@ -35,3 +35,5 @@ def test_announced_speeds_follow_real_steps(llama: Path) -> None:
         assert now.decode_ms_per_block != first.decode_ms_per_block
         assert 0 < now.step_ms_p50 < now.token_ms, "a client waits for the step and does its own work"
         assert now.step_ms_p50 <= now.step_ms_p95
+        other = swarm.add_server(EVERYTHING)
+        wait_until(lambda: "Mbit/s" in other.log_path.read_text(), "a probe of the network")

@@ -131,6 +131,7 @@ class SwarmWatch:
         contacts = {peer_id: Contact(reachable=False) for peer_id in self._failed_at}
         for peer_id, line in self._lines.items():
             contacts[peer_id] = Contact(True, line.round_trip_s)
+        self._picture.head_ms = await self._view.time_of_head()
         self._picture.update(snapshot, contacts, time.time())
         self._shown = await asyncio.to_thread(self._render)
         self._metrics.swarm.missing_blocks.labels(self._name).set(len(self.missing_blocks()))
@@ -218,6 +219,8 @@ class SwarmPicture:
         self._misses: dict[str, int] = {}
         self._history = SwarmHistory(self._needed)
         self._events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
+        self.head_ms = 0.0
+        """Time of the model's head, which the gateway computes for each token."""
 
     def completed(self, snapshot: SwarmSnapshot, lines: Container[str]) -> SwarmSnapshot:
         """Add servers to a look that it missed: those with a connection that some of the last looks showed."""
@@ -308,7 +311,7 @@ class SwarmPicture:
             "held_by_one": self._held_by_one(),
             "bottleneck": _bottleneck(usable),
             "route": describe_route(route),
-            "expected_ms_per_token": round(route_cost_ms(route, costs), 3) if route else None,
+            "expected_ms_per_token": round(route_cost_ms(route, costs) + self.head_ms, 3) if route else None,
             "tokens_per_s": self._history.tokens_per_s_now,
             "history": self._history.as_json(),
             "servers": [self._describe(server) for server in servers],

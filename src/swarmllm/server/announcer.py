@@ -104,7 +104,7 @@ class OwnRecord:
 
     def _with_figures(self, info: ServerInfo, serving: Serving) -> ServerInfo:
         thread = self.loader.device_thread
-        throughput, mbps = serving.throughput, self.links.mbps(self.peer.peer_id)
+        throughput, mbps = serving.throughput, self.links.mbps(self.peer.peer_id) or self.successors.mbps
         network_tokens_per_s = float("inf") if mbps is None else mbps * 1e6 / 8 / serving.inputs.hidden_bytes
         computed_tokens_per_s = throughput.forward_tokens_per_s / thread.forward_pace
         return info.model_copy(

@@ -8,13 +8,14 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from swarmllm.config import own_cache_dir
 from swarmllm.data_structures import Span, SwarmSnapshot, size_in_words
 from swarmllm.errors import ConfigurationError, SwarmError, WeightsMismatchError
-from swarmllm.models.architecture import parts_of
+from swarmllm.models.architecture import blocks_class, parts_of
 from swarmllm.models.checkpoint.checkpoint import Checkpoint, resolve_dtype
-from swarmllm.models.checkpoint.skeleton import block_bytes
+from swarmllm.models.checkpoint.skeleton import block_bytes, named_blocks, on_meta
 from swarmllm.models.parallel.shared import Group
 from swarmllm.models.quantization import resolve_quantization
 from swarmllm.models.span.block_span import BlockSpan
@@ -23,6 +24,7 @@ from swarmllm.models.span.packing import Packer, Packing
 from swarmllm.models.span.packing_probe import right_ways
 from swarmllm.models.span.page_pool import why_no_kernels
 from swarmllm.models.span.probe_results import PROBES
+from swarmllm.models.span.trials import worthwhile_threads
 from swarmllm.server.adapters import ServedAdapters
 from swarmllm.server.device.device import (
     COUNTED_TOKENS,
@@ -148,23 +150,7 @@ class SpanLoader:
     def _load(self, span: Span) -> Serving:
         self._check_files()
         num_offloaded = self._num_offloaded(span)
-        own_files = Path(self._config.cache_dir or own_cache_dir())
-        group = self._group()
-        loaded = [
-            load_block_span(
-                self._checkpoint,
-                stack_span,
-                dtype=self.dtype,
-                device=self.device,
-                quantization=self.quantization,
-                progress=sys.stderr.isatty(),
-                num_offloaded=num_offloaded,
-                offload_dir=own_files,
-                probes_dir=None if group else own_files / PROBES,
-                group=group,
-            )
-            for stack_span in parts_of(self._checkpoint.config, span)
-        ]
+        loaded = self._load_blocks(span, num_offloaded, self._group())
         stacks = [StackBlocks(blocks, InputChecks(blocks)) for blocks in loaded]
         blocks = stacks[-1].blocks
         if num_offloaded:
@@ -189,6 +175,27 @@ class SpanLoader:
             offered=self.adapters,
             throughput=throughput,
         )
+
+    def _load_blocks(self, span: Span, num_offloaded: int, group: Group | None) -> list[BlockSpan]:
+        """Load the blocks of each stack."""
+        checkpoint, own_files = self._checkpoint, Path(self._config.cache_dir or own_cache_dir())
+        model = on_meta(blocks_class(checkpoint.config), checkpoint.config)
+        with worthwhile_threads(nn.ModuleList(block for _, block in named_blocks(model))):
+            return [
+                load_block_span(
+                    checkpoint,
+                    stack_span,
+                    dtype=self.dtype,
+                    device=self.device,
+                    quantization=self.quantization,
+                    progress=sys.stderr.isatty(),
+                    num_offloaded=num_offloaded,
+                    offload_dir=own_files,
+                    probes_dir=None if group else own_files / PROBES,
+                    group=group,
+                )
+                for stack_span in parts_of(checkpoint.config, span)
+            ]
 
     def _adopt(self, throughput: Throughput, num_blocks: int) -> None:
         """Let the device thread use the measured speed, and compare real forwards with it."""

@@ -2,6 +2,7 @@
 
 import pytest
 
+from swarmllm.errors import PeerUnreachableError, SessionClosedError
 from swarmllm.network.wire.frames import MessageType
 from swarmllm.network.wire.liveness import MEASURED_BYTES, MEASUREMENTS, MIN_MEASUREMENTS, LinkRate
 from swarmllm.network.wire.stream import FrameStream
@@ -77,3 +78,20 @@ async def test_streams_time_their_large_messages(streams: tuple[FrameStream, Fra
     assert server.link_rate.mbps is None
     assert client.liveness.round_trip_s is not None
     assert round_trip_s > 0
+
+
+async def test_a_stream_is_measured_by_bytes_that_the_peer_skips(streams: tuple[FrameStream, FrameStream]) -> None:
+    client, server = streams
+    server.expect(frozenset())  # only small messages are taken from this peer
+    mbps = await client.measure_rate()
+    assert mbps is not None
+    assert mbps == client.link_rate.mbps > 0
+    await client.send(MessageType.ATTACH, {"id": 1})
+    assert (await server.receive()).type == MessageType.ATTACH, "nothing else has come"
+
+
+async def test_a_stream_that_ends_is_not_measured(streams: tuple[FrameStream, FrameStream]) -> None:
+    client, server = streams
+    server.abort()
+    with pytest.raises((PeerUnreachableError, SessionClosedError)):
+        await client.measure_rate()

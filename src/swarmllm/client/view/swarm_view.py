@@ -193,13 +193,13 @@ class SwarmView:
         route = [hop for span in self.spans for hop in await self.routes.find(span)]
         num_bytes = self.num_bytes
         here_ms = None if num_bytes is None else await asyncio.to_thread(decode_ms, num_bytes)
-        head_ms = await self._time_of_head()
+        head_ms = await self.time_of_head()
         return explain_route(route, self.look_ups.snapshot, self.routes.costs(), here_ms=here_ms, head_ms=head_ms)
 
     async def _expected_ms(self, route: Sequence[RouteHop]) -> float:
-        return route_cost_ms(route, self.routes.costs()) + await self._time_of_head()
+        return route_cost_ms(route, self.routes.costs()) + await self.time_of_head()
 
-    async def _time_of_head(self) -> float:
+    async def time_of_head(self) -> float:
         """Milliseconds of the head for one token, measured at the first call."""
         weight = self.head_weight() if self._head_ms is None else None
         if weight is not None:

@@ -35,7 +35,6 @@ from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.offload import OffloadedBlocks, spread
 from swarmllm.models.span.probe_results import ProbeResults
 from swarmllm.models.span.probes import probe
-from swarmllm.models.span.trials import worthwhile_threads
 
 logger = logging.getLogger(__name__)
 
@@ -100,13 +99,12 @@ def load_block_span(
         return _probed(blocks, known)  # not within separate_weights: products decode in pieces
 
     unused = unused_before_blocks(checkpoint.config, stack_of(checkpoint.config, span))
-    with worthwhile_threads(on_meta(pruned(blocks_class(checkpoint.config), prune_to_span(span)), checkpoint.config)):
-        try:
-            return load(unused)
-        except UnsupportedModelError:
-            if unused:  # perhaps the model calls one of these modules between blocks
-                return load(())
-            raise
+    try:
+        return load(unused)
+    except UnsupportedModelError:
+        if unused:  # perhaps the model calls one of these modules between blocks
+            return load(())
+        raise
 
 
 def _reader(

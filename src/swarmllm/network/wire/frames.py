@@ -51,6 +51,8 @@ FORMAT = 1
 """Version of this frame layout. The meaning of messages has its own version, agreed by HELLO and WELCOME."""
 OPTIONAL = 1
 """Flag: skip this message if its type is unknown."""
+FILLER = 255
+"""Type of messages without a meaning, to measure a connection. No version knows it, so all peers skip it."""
 PREFIX = Struct(">2sBBBxIII")
 PREFIX_BYTES = PREFIX.size
 
@@ -152,6 +154,14 @@ def encode_message(
         else:
             yield b"".join((PREFIX.pack(MAGIC, FORMAT, MessageType.CONTINUE, 0, 0, size, total), *parts))
         first = False
+
+
+def filler(num_bytes: int) -> Iterator[bytes]:
+    """Encode messages of so many bytes that every peer skips."""
+    header = msgpack.packb({})
+    for start in range(0, num_bytes, SMALL_BYTES):
+        size = min(SMALL_BYTES, num_bytes - start)
+        yield PREFIX.pack(MAGIC, FORMAT, FILLER, OPTIONAL, len(header), size, size) + header + bytes(size)
 
 
 def _cut(views: Iterable[memoryview], size: int) -> Iterator[list[memoryview]]:

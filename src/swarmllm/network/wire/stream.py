@@ -40,11 +40,14 @@ from swarmllm.network.wire.frames import (
     Message,
     MessageType,
     encode_message,
+    filler,
 )
 from swarmllm.network.wire.liveness import (
     CONFIRMED_BYTES,
     KEEPALIVE_INTERVAL_S,
     KEEPALIVE_MISSES,
+    MEASURED_BYTES,
+    MIN_MEASUREMENTS,
     STALL_TIMEOUT_S,
     LinkRate,
     Liveness,
@@ -167,8 +170,23 @@ class FrameStream(asyncio.Protocol):
                 await self._outbox.drained()
             return
         frames = encode_message(kind, header, payload_chunks, max_message_bytes=self._inbox.max_message_bytes)
-        began_at = await self._outbox.send(frames)
-        number = self.link_rate.sent(began_at, sum(map(len, payload_chunks)))
+        self._confirm(await self._outbox.send(frames), sum(map(len, payload_chunks)))
+
+    async def measure_rate(self) -> float | None:
+        """Send a megabyte that the peer skips, and return the megabits per second of the connection; None: unknown.
+
+        Raises:
+            PeerUnreachableError, PeerTimeoutError, RemoteProtocolError, SessionClosedError: the stream has ended.
+        """
+        await self.ping()
+        for _ in range(MIN_MEASUREMENTS):
+            self._confirm(await self._outbox.send(filler(MEASURED_BYTES)), MEASURED_BYTES)
+        await self.ping()  # answered after all of them
+        return self.link_rate.mbps
+
+    def _confirm(self, began_at: float, num_bytes: int) -> None:
+        """Send a PING behind a message of so many bytes, unless it is short."""
+        number = self.link_rate.sent(began_at, num_bytes)
         if number is None and self.liveness.timeout.unmarked_bytes >= CONFIRMED_BYTES:
             number = self.link_rate.next_number()
         if number is not None:

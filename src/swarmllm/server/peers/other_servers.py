@@ -21,6 +21,7 @@ import random
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from swarmllm.config import RECORD_PERIODS
@@ -44,6 +45,12 @@ PINGS_PER_PERIOD = 8
 """Number of servers that are pinged; each costs a stream and some hundred bytes."""
 PING_SAMPLES = 3
 PING_TIMEOUT_S = 5.0
+
+PROBES = 3
+"""Number of looks after which the rate of a connection to another server is measured. The best counts, because this
+server may be busy loading its blocks. Each sends a megabyte. Real messages between servers count more."""
+PROBE_TIMEOUT_S = 20.0
+"""Seconds of one of them. A connection of less than 0.4 Mbit/s stays unknown."""
 
 CONNECT_TIMEOUT_S = 5.0
 """Seconds to dial another server and greet it."""
@@ -108,25 +115,57 @@ async def greet_twin(identity: Identity, initial_peers: Sequence[str]) -> str | 
 
 @dataclass
 class Successors:
-    """Round trips to servers that may come next in a route; `ping_forever` keeps them up to date."""
+    """Round trips to servers that may come next in a route, and the rate of this server's network.
+
+    `ping_forever` keeps them up to date.
+    """
 
     look: Callable[[], Awaitable[SwarmSnapshot]]
     open_stream: Callable[[ServerInfo], Awaitable[FrameStream]]
     period_s: float
     announced: tuple[tuple[str, float], ...] = ()
     """(peer id, milliseconds), the nearest first."""
+    mbps: float | None = None
+    """Megabits per second of the fastest probed connection; None before the first one."""
     _round_trips: RoundTrips = field(default_factory=RoundTrips)
 
     async def ping_forever(self, peer_id: str, span: Callable[[], Span]) -> None:
-        """Ping some servers each period, for ever; `span` returns the blocks of this server, `peer_id`."""
+        """Probe the network when joining, then ping some servers each period, for ever; `span` returns the blocks of
+        this server, `peer_id`."""
+        probes_left = PROBES
+        snapshot = await self._seen()
         while True:
+            online = () if snapshot is None else snapshot.online()
+            others = [server for server in online if server.peer_id != peer_id]
+            if probes_left and others:
+                probes_left -= 1
+                await self._probe(random.choice(others))
             await asyncio.sleep(self.period_s)
-            try:
-                candidates = likely_successors(await self.look(), peer_id, span())
-            except SwarmError as error:
-                logger.debug("could not look for the servers that come next: %s", error)
-                continue
-            await self._measure(candidates)
+            snapshot = await self._seen()
+            if snapshot is not None:
+                await self._measure(likely_successors(snapshot, peer_id, span()))
+
+    async def _seen(self) -> SwarmSnapshot | None:
+        """Look at the swarm; None if that failed."""
+        try:
+            return await self.look()
+        except SwarmError as error:
+            logger.debug("could not look for other servers: %s", error)
+            return None
+
+    async def _probe(self, server: ServerInfo) -> None:
+        """Measure the rate of a connection to a server; one that can't be reached is left out."""
+        mbps = None
+        with suppress(SwarmError, TimeoutError):
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                stream = await self.open_stream(server)
+                try:
+                    mbps = await stream.measure_rate()
+                finally:
+                    stream.abort()
+        if mbps is not None:
+            self.mbps = max(mbps, self.mbps or 0.0)
+            logger.info("the connection to %s has %.0f Mbit/s", server.peer_id, mbps)
 
     async def _measure(self, candidates: list[ServerInfo]) -> None:
         unmeasured_first = self._round_trips.oldest_first(candidates, random.Random())
