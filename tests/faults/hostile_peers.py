@@ -22,12 +22,11 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgpack
 import torch
-from fuzzed_messages import Conversation, wire
-from hostile import stop_reading, write_bytes
 
 from swarmllm.data_structures import ModelRecord, ServerInfo
 from swarmllm.errors import SwarmError
@@ -39,6 +38,10 @@ from swarmllm.network.p2p.records import RecordValidator, key_digest
 from swarmllm.network.wire.frames import FORMAT, MAGIC, PREFIX, MessageType
 from swarmllm.network.wire.protocol import FrameStream, hello, welcome
 from swarmllm.network.wire.tensor_codec import encode_tensors
+
+sys.path.append(str(Path(__file__).parents[2]))  # a program of its own, which pytest hasn't told where `tests` is
+from fuzzed_messages import Conversation, wire
+from hostile import stop_reading, write_bytes
 
 BOAST = {"throughput": 1e8, "decode_ms_per_block": 0.001, "cache_tokens_left": 1 << 40}
 NICE = 10

@@ -274,7 +274,7 @@ async def test_what_cannot_be_announced(peer: FakePeer) -> None:
 
 
 async def test_the_longest_announcement_that_is_taken_is_valid(peer: FakePeer) -> None:
-    await directory(peer).announce(MODEL, info(adapters=("x" * 116,) * 60))
+    await directory(peer).announce(MODEL, info(adapters=("x" * 115,) * 60))
     (text,) = peer.records[KEY].values()
     assert len(text) > MAX_VALUE_BYTES - 512
     assert validator().validate(record(content=[KEY, text]))

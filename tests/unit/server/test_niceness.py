@@ -32,11 +32,12 @@ def test_half_of_the_cores_gone_is_half_of_the_speed() -> None:
     assert told.decode_ms_per_block_batch8 == 0.0, "what was not measured stays unknown"
     niceness.ran(0.1, 0.15, now=7.0)
     assert niceness.pause_s(7.0) == pytest.approx(0.05), "what the others had meanwhile counts"
-    niceness.ran(0.1, 0.3, now=7.0)
-    assert niceness.pause_s(7.0) == 0.0
-    niceness.ran(0.1, 0.1, now=7.0)
-    assert niceness.pause_s(7.0) == pytest.approx(0.1)
-    assert niceness.pause_s(7.2) == 0.0
+    niceness.ran(0.1, 0.3, now=8.0)
+    assert niceness.pause_s(8.0) == 0.0
+    assert niceness.resumes_at == pytest.approx(7.05), "a forward without a pause is no end of one"
+    niceness.ran(0.1, 0.1, now=9.0)
+    assert niceness.pause_s(9.0) == pytest.approx(0.1)
+    assert niceness.pause_s(9.2) == 0.0
 
 
 def test_a_little_work_of_others_begins_nothing_but_keeps_it_going() -> None:

@@ -61,7 +61,9 @@ class Niceness:
 
     def ran(self, cpu_s: float, took_s: float, now: float) -> None:
         """Note that a forward took `took_s`, and had a core for `cpu_s` of them: other programs had the rest."""
-        self.resumes_at = now + min(max(0.0, cpu_s / self.share - took_s), MAX_PAUSE_S)
+        pause_s = min(cpu_s / self.share - took_s, MAX_PAUSE_S)
+        if pause_s > 0:  # or waiting for this forward would look like a pause
+            self.resumes_at = now + pause_s
 
     def pause_s(self, now: float) -> float:
         """Seconds that the device must leave the machine to other programs; 0 = none."""
