@@ -41,7 +41,8 @@ class Fault(Enum):
 
 def misbehave(fault: Fault, trigger: Path) -> None:
     """Patch the two places through which every computation goes, and boast, so that routes lead here."""
-    ms_per_block = 1000.0 if fault is Fault.MODEST else 1e-3  # far more than pings on a busy machine differ by
+    # Far more than pings on a busy machine differ by, although real steps correct what is announced, by 100 at most.
+    ms_per_block = 1e4 if fault is Fault.MODEST else 1e-3
     claimed = Throughput(forward_tokens_per_s=1e3 / ms_per_block, decode_ms_per_block=ms_per_block)
     span_loader.measure_throughput = lambda *_, **__: claimed  # type: ignore[attr-defined]
     honest_forward, honest_gradients = BlockSpan.forward, Graph.gradients
