@@ -6,6 +6,7 @@ In a notebook the chart grows with each step, below a progress bar.
 import contextlib
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from transformers import PrinterCallback, Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from swarmllm import LocalSwarm, embedded_model_path, load_tokenizer
+
+# peft looks for config.json beside the model; a GGUF file needs none.
+warnings.filterwarnings("ignore", message="Could not find a config file")
 
 
 def swarm_for(stack: contextlib.ExitStack, model_path: str, initial_peers: Sequence[str] | None) -> Sequence[str]:

@@ -136,6 +136,9 @@ def test_nothing_is_lost(
     assert trigger.exists()
     assert sum(failures.values()), "nothing failed, so nothing was survived"
     assert avoided <= {faulty.peer_id}, "an honest peer is avoided"
+    if fault is Fault.CORRUPT:  # whoever is given NaN says whose it is
+        assert failures["corrupt_activations"]
+        assert avoided == {faulty.peer_id}
     if fault is Fault.OUT_OF_MEMORY:
         assert failures["out_of_memory"]
         assert not blamed

@@ -429,18 +429,9 @@ def prefix(shape: list[int], **fields: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "patches",
     [
-        prefix([2, 4]),
-        prefix([3, 4, 4]),
-        prefix([2, 4, 5]),
         prefix([2, 0, 4]),
-        prefix([2, 1025, 4]),
         prefix([2, 1 << 24, 4]),
-        prefix([2, 4, 4, 1]),
-        prefix([2, 4, 4], path="self_attn"),
-        prefix([2, 4, 4], block=3),
-        prefix([2, 4, 4], block=0),
         prefix([2, 4, 4], shapes=[]),
-        prefix([2, 4, 4], shapes=[[2, 4, 4]]),
         prefix([2, 4, 4], shapes=[[2, 4, 4], [2, 5, 4]]),
         prefix([2, 5, 4])[:1] + prefix([2, 4, 4])[1:],
         prefix([2, 4, 4]),  # with another number of values
@@ -448,6 +439,7 @@ def prefix(shape: list[int], **fields: Any) -> list[dict[str, Any]]:
     ids=str,
 )
 async def test_wrong_prefixes(blocks: BlockSpan, patches: list[dict[str, Any]]) -> None:
+    """`test_prefix_tuning` has other patches that don't fit; this is what a server says of them."""
     right = 2 * 2 * 2 * 4 * 4
     async with serving(blocks) as server:
         client = await server.connect(MALLORY)

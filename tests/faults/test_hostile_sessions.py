@@ -81,19 +81,6 @@ async def test_someone_elses_session(blocks: BlockSpan) -> None:
         await hang_up(owner)
 
 
-async def test_a_wrong_token_looks_like_a_session_that_does_not_exist(blocks: BlockSpan) -> None:
-    async with serving(blocks) as server:
-        owner, thief = await opened(server, peer_id=HONEST), await server.connect(MALLORY)
-        messages = [
-            await ask(thief, MessageType.ATTACH, {"id": 1, "session": session, "token": OTHER})
-            for session in (SESSION, OTHER)
-        ]
-        (real, none) = [{**message.header, "session": ""} for message in messages]
-        assert real == none
-        await hang_up(owner)
-        await hang_up(thief)
-
-
 async def test_the_token_gives_no_more_than_a_predecessor_needs(blocks: BlockSpan) -> None:
     """An attached peer may send steps, but can't link or replay the session."""
     async with serving(blocks) as server:

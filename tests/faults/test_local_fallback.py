@@ -176,5 +176,5 @@ def test_refused(llama: Path, swarm: Faulty, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="fallback_after must be at least 1, not 0"):
         ClientConfig(fallback_to_local=str(llama), fallback_after=0)
     config = ClientConfig(initial_peers=tuple(swarm.initial_peers), fallback_to_local=str(llama))
-    with pytest.raises(ConfigurationError, match="fallback_to_local goes with text generation"):
+    with pytest.raises(ConfigurationError, match="fallback_to_local is for text generation"):
         AutoDistributedModelForSequenceClassification.from_pretrained(str(llama), client_config=config)

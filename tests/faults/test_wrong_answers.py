@@ -14,7 +14,6 @@ from torch import Tensor
 
 from swarmllm.network.wire import compression
 from swarmllm.network.wire.protocol import MessageType
-from swarmllm.network.wire.tensor_codec import encode_tensors
 
 HIDDEN = 64
 CHUNK_TOKENS = 4
@@ -26,56 +25,27 @@ def hidden_states(batch_size: int, seq_len: int) -> Tensor:
     return torch.randn(batch_size, seq_len, HIDDEN, generator=torch.Generator().manual_seed(seq_len))
 
 
-# ---------------------------------------------------------------------- answers that make no sense
-
-numbers = st.sampled_from([-1, 0, 1, 2, 3, 5, 6, 7, 12, 1 << 24, (1 << 24) + 1, 1 << 62, 1 << 63])
-shapes = st.lists(st.sampled_from([0, 1, 2, 3, 63, HIDDEN]), max_size=4).map(tuple)
-tensors = st.one_of(
-    st.just({}),
-    st.builds(lambda shape: {"hidden_states": torch.zeros(shape)}, shapes),
-    st.builds(lambda shape: {"hidden_states": torch.zeros(shape, dtype=torch.int64)}, shapes),
-    st.just({"something": torch.zeros(1, 1, HIDDEN)}),
-    st.just({"hidden_states": torch.full((1, 1, HIDDEN), float("nan"))}),
-)
-lies = st.one_of(
-    st.fixed_dictionaries({"position": numbers}),
-    st.fixed_dictionaries({"end": numbers}),
-    st.fixed_dictionaries({"position": numbers, "end": numbers}),
-    st.fixed_dictionaries({"tensors": st.sampled_from([(), 5, [["hidden_states", "float32", [1], 4]], "no"])}),
-    st.fixed_dictionaries({"timings": st.sampled_from([5, [[0]], [[-1, -1, -1]] * 5000])}),
-    st.fixed_dictionaries({"id": st.sampled_from(["one", None, -5])}),
-)
-
-
 class Liar:
-    """Makes nonsense of all results of one server."""
+    """Says another position in all results of one server."""
 
-    def __init__(self, server: int, header: dict[str, Any], given: dict[str, Tensor] | None) -> None:
-        self._server, self._header, self._given = server, header, given
+    def __init__(self, server: int) -> None:
+        self._server = server
         self.begins = False
 
     def __call__(self, server: Server, kind: MessageType, header: dict[str, Any], chunks: Any) -> Any:
-        if not self.begins or kind is not MessageType.RESULT or server.peer_id[:7] != f"server{self._server}":
-            return kind, header, chunks
-        if self._given is not None and header["tensors"]:
-            descriptors, chunks = encode_tensors(self._given)
-            header["tensors"] = descriptors
-        return kind, header | self._header, chunks
+        if self.begins and kind is MessageType.RESULT and server.peer_id[:7] == f"server{self._server}":
+            header = header | {"position": 3}
+        return kind, header, chunks
 
 
-def assert_only_its_session_notices(
-    blocks: Blocks,
-    server: int,
-    header: dict[str, Any],
-    given: dict[str, Tensor] | None,
-    push: bool,
-    in_replay: bool,
-    lengths: list[int],
-) -> None:
+@pytest.mark.parametrize("in_replay", [False, True])
+@pytest.mark.parametrize("server", [0, 1, 2])
+def test_a_wrong_position(blocks: Blocks, server: int, in_replay: bool) -> None:
+    """`test_client_model` has any nonsense, and checks that each session's steps are right."""
     with InProcessSwarm(
-        blocks, TWICE, push=push, min_gain_to_move=1, step_timeout_s=5, prefill_chunk_tokens=CHUNK_TOKENS
+        blocks, TWICE, push=False, min_gain_to_move=1, step_timeout_s=5, prefill_chunk_tokens=CHUNK_TOKENS
     ) as swarm:
-        swarm.on_send = liar = Liar(server, header, given)
+        swarm.on_send = liar = Liar(server)
         honest = [swarm.hop(number, *TWICE[number]) for number in (3, 4, 5)]
         theirs = [swarm.hop(number, *TWICE[number]) for number in (0, 1, 2)]
         with swarm.session(max_length=64) as session, swarm.session(max_length=64) as other:
@@ -87,35 +57,12 @@ def assert_only_its_session_notices(
             if in_replay:
                 swarm.kill(swarm.servers[(server + 1) % 3])
             liar.begins = True
-            for length in [1, *lengths]:
+            for length in (1, 9):
                 torch.testing.assert_close(
                     session.step(hidden_states(1, length)), expected.step(hidden_states(1, length))
                 )
                 torch.testing.assert_close(other.step(hidden_states(1, length)), others.step(hidden_states(1, length)))
             assert other.num_repairs == 0
-
-
-@pytest.mark.parametrize("in_replay", [False, True])
-@pytest.mark.parametrize("server", [0, 1, 2])
-def test_a_wrong_position(blocks: Blocks, server: int, in_replay: bool) -> None:
-    assert_only_its_session_notices(blocks, server, {"position": 3}, None, False, in_replay, [9])
-
-
-@pytest.mark.slow
-@settings(max_examples=60, phases=PHASES)
-@given(
-    st.integers(0, 2), lies, st.none() | tensors, st.booleans(), st.booleans(), st.lists(st.integers(1, 9), max_size=3)
-)
-def test_nonsense_costs_a_repair_and_others_nothing(
-    blocks: Blocks,
-    server: int,
-    header: dict[str, Any],
-    given: dict[str, Tensor] | None,
-    push: bool,
-    in_replay: bool,
-    lengths: list[int],
-) -> None:
-    assert_only_its_session_notices(blocks, server, header, given, push, in_replay, lengths)
 
 
 # ---------------------------------------------------------------------- the order of what is relayed

@@ -118,4 +118,4 @@ def test_going_on_with_the_last_message(gateway: RunningGateway, local: Any, tok
     assert (cut + rest).startswith(whole)
     body = {"messages": MESSAGES, **going_on}
     response = gateway.http.post("/v1/chat/completions", json=body)
-    assert "goes with a text of the assistant" in response.json()["error"]["message"]
+    assert "needs a text of the assistant" in response.json()["error"]["message"]

@@ -84,4 +84,4 @@ def test_a_model_without_the_tokens_refuses_it(gateway: RunningGateway, filling:
     assert "embedded has no tokens for the text between two others" in answer.json()["error"]["message"]
     assert gateway.http.post("/v1/completions", json={**body, "suffix": "", "max_tokens": 1}).status_code == 200
     echo = filling.http.post("/v1/completions", json={**body, "echo": True})
-    assert (echo.status_code, "echo goes without suffix" in echo.text) == (400, True)
+    assert (echo.status_code, "echo and suffix exclude each other" in echo.text) == (400, True)

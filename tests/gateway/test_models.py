@@ -154,9 +154,9 @@ def test_a_model_and_its_adapter(tmp_path: Path) -> None:
     ("settings", "words"),
     [
         ({"served_name": ("a",)}, "1 names were given for 2 models"),
-        ({"revision": "main"}, "revision goes with one model only"),
-        ({"fallback_to_local": "m"}, "fallback_to_local goes with one model only"),
-        ({"identity_path": "key"}, "identity_path goes with one model only"),
+        ({"revision": "main"}, "revision is for one model only"),
+        ({"fallback_to_local": "m"}, "fallback_to_local is for one model only"),
+        ({"identity_path": "key"}, "identity_path is for one model only"),
     ],
 )
 def test_settings_for_one_model_only(settings: dict[str, Any], words: str) -> None:

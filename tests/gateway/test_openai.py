@@ -152,7 +152,7 @@ def test_top_logprobs_go_with_logprobs(gateway: RunningGateway) -> None:
     for more in ({}, {"logprobs": False}):
         answer = gateway.http.post("/v1/chat/completions", json={**body, **more})
         assert answer.status_code == 400
-        assert "top_logprobs goes with logprobs" in answer.json()["error"]["message"]
+        assert "top_logprobs needs logprobs" in answer.json()["error"]["message"]
     assert gateway.http.post("/v1/chat/completions", json={**body, "top_logprobs": 0}).status_code == 200
 
 

@@ -36,7 +36,7 @@ def test_there_and_back(gateway: RunningGateway, text: str) -> None:
         ("/tokenize", {}, "give a prompt or messages"),
         ("/tokenize", {"prompt": "a", "messages": MESSAGES}, "give a prompt or messages"),
         ("/tokenize", {"prompt": "a", "add_special_token": True}, "did you mean 'add_special_tokens'?"),
-        ("/tokenize", {"prompt": "a", "tools": [{"type": "function", "function": {"name": "a"}}]}, "go with messages"),
+        ("/tokenize", {"prompt": "a", "tools": [{"type": "function", "function": {"name": "a"}}]}, "need messages"),
         ("/detokenize", {"tokens": [99_999_999]}, "the model has only"),
         ("/detokenize", {"tokens": ["a"]}, "tokens"),
     ],

@@ -47,14 +47,16 @@ def assisted(subject: Subject) -> None:
     assert exactness.assisted(subject.local, subject.swarm, tiny_model(subject.name, seed=5)) is None
 
 
-def assert_all_as_local(subject: Subject, swarm: InProcessSwarm) -> None:
-    failures = {check.__name__: check(subject.local, swarm) for check in exactness.CHECKS}
+def assert_as_local(subject: Subject, swarm: InProcessSwarm) -> None:
+    """Each kind of call that blocks are given; what clients make of them is in `as_local`."""
+    checks = (exactness.full_forward, exactness.prefill_and_decode, exactness.beam_reorder, exactness.input_gradients)
+    failures = {check.__name__: check(subject.local, swarm) for check in checks}
     assert {name: problem for name, problem in failures.items() if problem} == {}
 
 
 def offloaded_blocks(subject: Subject) -> None:
     """Two of three blocks share one slot in memory, or all three share two."""
-    assert_all_as_local(subject, subject.fresh_swarm(num_offloaded=1 + part_of(subject.name, 2)))
+    assert_as_local(subject, subject.fresh_swarm(num_offloaded=1 + part_of(subject.name, 2)))
 
 
 ADDS_UP_OTHERWISE = frozenset(
@@ -74,7 +76,7 @@ ROUNDING_OVER_PROCESSES = 1e-5
 def matrices_over_two_processes(subject: Subject) -> None:
     tolerance = ROUNDING_OVER_PROCESSES if subject.name in ADDS_UP_OTHERWISE else subject.tolerance
     swarm = subject.fresh_swarm(tolerance=tolerance, group=subject.group())
-    assert_all_as_local(subject, swarm)
+    assert_as_local(subject, swarm)
     for server, _ in swarm.route:
         assert any(isinstance(module, SharedWeight) for module in server.slots.modules()), "no matrix is spread"
 

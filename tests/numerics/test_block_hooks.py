@@ -6,20 +6,11 @@ from typing import Any
 
 import pytest
 from tests.numerics.block_hooks import blocks_of, forward
-from tests.numerics.in_process_swarm import InProcessSwarm
-from tests.numerics.tiny_models import save_tiny
 from torch import nn
 
 from swarmllm.errors import ConfigurationError
 from swarmllm.models.shell.hollow_modules import ModulePlace
 from swarmllm.models.shell.playback import open_to_hooks
-
-
-@pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    directory = tmp_path_factory.mktemp("llama")
-    save_tiny("llama", directory)
-    return InProcessSwarm(directory).client
 
 
 def test_a_mask(client: Any) -> None:

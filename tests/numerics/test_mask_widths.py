@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.numerics import test_task_classes
 from tests.numerics.in_process_swarm import InProcessSwarm
-from tests.numerics.tiny_models import save_tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -21,18 +20,6 @@ from swarmllm.models.boundary.block_inputs import check_mask
 from swarmllm.models.shell.client_shell import embed
 
 SENTENCE = r"attention_mask must be \[\d, \d+\] or \[\d, 1, \d, \d+\]"
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory: Path = tmp_path_factory.mktemp("llama")
-    save_tiny("llama", directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def client(llama: Path) -> Any:
-    return InProcessSwarm(llama).client
 
 
 @pytest.fixture(scope="module")

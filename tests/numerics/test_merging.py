@@ -105,13 +105,6 @@ def assert_merged(local: PreTrainedModel, base: Path, adapter: Path, root: Path)
     return found
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory: Path = tmp_path_factory.mktemp("llama")
-    save_tiny("llama", directory)
-    return directory
-
-
 @pytest.mark.parametrize("method", sampled([*METHODS], 6))
 def test_every_method(method: str, llama: Path, tmp_path: Path) -> None:
     adapter = trained(AutoModelForCausalLM.from_pretrained(llama), METHODS[method], tmp_path / "adapter")

@@ -157,13 +157,6 @@ def test_adapters_are_interchangeable(tmp_path: Path) -> None:
 # What is no prefix
 
 
-@pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    directory = tmp_path_factory.mktemp("llama")
-    save_tiny("llama", directory)
-    return InProcessSwarm(directory).client
-
-
 def filled(num_blocks: int = NUM_BLOCKS, rows: int = 3, length: int = NUM_PREFIX, heads: int = 2) -> DynamicCache:
     return DynamicCache([(torch.ones(rows, heads, length, 16), torch.ones(rows, heads, length, 16))] * num_blocks)
 

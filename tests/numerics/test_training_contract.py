@@ -11,7 +11,6 @@ import torch
 from accelerate.state import AcceleratorState
 from tests.numerics.in_process_swarm import InProcessSwarm
 from tests.numerics.test_training_surface import Owner, load_local
-from tests.numerics.tiny_models import save_tiny
 from tests.numerics.training_contract import Contract, Equal, Refused, assert_equal
 from tests.numerics.training_contract.walk import CONTRACTS, names_of
 
@@ -23,13 +22,6 @@ pytestmark = [
 ]
 EQUAL = [(part, name) for part, contract in CONTRACTS.items() for name, e in contract.items() if isinstance(e, Equal)]
 REFUSED = [(p, name) for p, contract in CONTRACTS.items() for name, e in contract.items() if isinstance(e, Refused)]
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory: Path = tmp_path_factory.mktemp("llama")
-    save_tiny("llama", directory)
-    return directory
 
 
 @pytest.fixture(autouse=True)

@@ -32,13 +32,6 @@ RELATIVE = 1e-5
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory: Path = tmp_path_factory.mktemp("llama")
-    save_tiny("llama", directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
 def shared(llama: Path) -> Any:
     """Nothing that is refused may change it."""
     return InProcessSwarm(llama).client
@@ -301,7 +294,7 @@ LINEAR = {
 }
 
 
-@pytest.mark.parametrize("model_type", sampled(list(LINEAR), 4))
+@pytest.mark.parametrize("model_type", sampled(list(LINEAR), 8))
 def test_methods_on_other_architectures(model_type: str, tmp_path: Path) -> None:
     save_tiny(model_type, tmp_path)
     names = LINEAR[model_type]

@@ -97,17 +97,21 @@ def tiny_config(name: str) -> PreTrainedConfig:
     return AutoConfig.for_model(cls.model_type, **{**given, **SPECIFIC.get(name, {})})
 
 
-def tiny_model(name: str) -> PreTrainedModel:
-    """In float32, with weights so large that tokens differ."""
-    torch.manual_seed(0)
-    model = AutoModelForSeq2SeqLM.from_config(tiny_config(name)).eval()
-    for parameter in model.parameters():
+def with_large_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """So large that tokens differ; and no token ends the text."""
+    for parameter in model.eval().parameters():
         if parameter.ndim == 2 and parameter.requires_grad:  # sines and cosines aren't stored
             torch.nn.init.normal_(parameter, std=0.15)
     model.tie_weights()
     model.generation_config.eos_token_id = None
     model.generation_config.forced_eos_token_id = None
     return model
+
+
+def tiny_model(name: str) -> PreTrainedModel:
+    """In float32."""
+    torch.manual_seed(0)
+    return with_large_weights(AutoModelForSeq2SeqLM.from_config(tiny_config(name)))
 
 
 def save_tiny_model(name: str, path: Path) -> Path:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.numerics.tiny_encoder_decoders import COMMON, VOCABULARY
+from tests.numerics.tiny_encoder_decoders import COMMON, VOCABULARY, with_large_weights
 from transformers import AutoConfig, AutoModelForSpeechSeq2Seq, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
@@ -53,16 +53,9 @@ def tiny_config(name: str) -> PreTrainedConfig:
 
 
 def tiny_model(name: str) -> PreTrainedModel:
-    """In float32, with weights so large that tokens differ."""
+    """In float32."""
     torch.manual_seed(0)
-    model = AutoModelForSpeechSeq2Seq.from_config(tiny_config(name)).eval()
-    for parameter in model.parameters():
-        if parameter.ndim == 2 and parameter.requires_grad:
-            torch.nn.init.normal_(parameter, std=0.15)
-    model.tie_weights()
-    model.generation_config.eos_token_id = None
-    model.generation_config.forced_eos_token_id = None
-    return model
+    return with_large_weights(AutoModelForSpeechSeq2Seq.from_config(tiny_config(name)))
 
 
 def save_tiny_model(name: str, path: Path) -> Path:

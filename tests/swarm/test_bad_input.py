@@ -192,12 +192,6 @@ def test_quantization_is_the_servers(llama: Path, name: str) -> None:
         AutoDistributedModel.from_pretrained(str(llama), initial_peers=[NOBODY], **{name: {"load_in_8bit": True}})
 
 
-@pytest.mark.parametrize("name", ["config", "state_dict", "output_loading_info"])
-def test_arguments_for_a_whole_model(llama: Path, name: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"^{name} can't be given here"):
-        AutoDistributedModel.from_pretrained(str(llama), initial_peers=[NOBODY], **{name: "x"})
-
-
 @pytest.mark.parametrize("name", ["speculation", "identity_path", "contributor_identity"])
 def test_a_client_s_settings_have_a_place_of_their_own(llama: Path, name: str) -> None:
     with pytest.raises(ConfigurationError, match=f"give {name} as client_config=ClientConfig\\({name}=…\\)"):

@@ -36,8 +36,11 @@ OURS, THEIRS = "a" * 32, "b" * 32
 ADDRS = ["/ip4/127.0.0.1/tcp/4000", "/ip4/192.0.2.7/tcp/4000"]
 
 
-def announcement(model: str = "ours", fingerprint: str = OURS) -> LanAnnouncement:
-    return LanAnnouncement(Identity.generate().peer_id, ADDRS, model=model, fingerprint=fingerprint)
+FIRST = Identity.generate().peer_id
+
+
+def announcement(model: str = "ours", fingerprint: str = OURS, peer_id: str = FIRST) -> LanAnnouncement:
+    return LanAnnouncement(peer_id, ADDRS, model=model, fingerprint=fingerprint)
 
 
 @pytest.fixture(autouse=True)
@@ -55,12 +58,12 @@ async def until_refused() -> None:
 
 
 async def test_a_swarm_is_found_and_others_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with announcement() as first, announcement("theirs", THEIRS) as second:
+    async with announcement() as first, announcement("theirs", THEIRS, Identity.generate().peer_id) as second:
         for one in (first, second):
             one.start(LOOPBACK)
             await one.announced()
         (maddr,) = await find_swarm("ours", OURS, interfaces=LOOPBACK)
-        assert maddr == f"/ip4/192.0.2.7/tcp/4000/p2p/{first._peer_id}"
+        assert maddr == f"/ip4/192.0.2.7/tcp/4000/p2p/{FIRST}"
         with pytest.raises(ConfigurationError, match="several swarms"):
             await until_refused()
         usual_s = discovery.LOOK_S
@@ -82,7 +85,7 @@ async def test_a_swarm_that_begins_later_is_waited_for(
     async with announcement() as first:
         first.start(LOOPBACK)
         (maddr,) = await finding
-    assert first._peer_id in maddr
+    assert FIRST in maddr
     assert "no swarm of ours" in caplog.text
 
 

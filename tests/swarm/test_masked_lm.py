@@ -36,7 +36,7 @@ def tokenizer_of() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL)
 
 
-@pytest.fixture(scope="module", params=["bert", "roberta", "modernbert", "distilbert"])
+@pytest.fixture(scope="module", params=["bert", "modernbert"])
 def both(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
     directory: Path = tmp_path_factory.mktemp(request.param)
     local = save_tiny(request.param, Task.MASKED_LM, directory)

@@ -12,8 +12,15 @@ import pytest
     ("name", "replaced"),
     [
         ("classification", {"STEPS = 40": "STEPS = 4"}),
-        ("persona", {"STEPS = 40": "STEPS = 4"}),
-        ("persona", {"STEPS = 40": "STEPS = 4", 'TRAINER = "hf"': 'TRAINER = "sft"'}),
+        ("persona", {"= 20, 0.002": "= 4, 0.002", "demo_model_path": "embedded_model_path"}),
+        (
+            "persona",
+            {
+                "= 20, 0.002": "= 4, 0.002",
+                "demo_model_path": "embedded_model_path",
+                'TRAINER = "hf"': 'TRAINER = "sft"',
+            },
+        ),
     ],
 )
 def test_it_runs_to_its_end(name: str, replaced: dict[str, str], repo_root: Path) -> None:

@@ -66,21 +66,6 @@ def test_gradients_of_an_adapter(llama: Path, swarm: LocalSwarm, local: PreTrain
         torch.testing.assert_close(found[name], gradient)
 
 
-def test_one_is_killed_in_mid_text(llama: Path, local: PreTrainedModel) -> None:
-    expected = generate_seeded(local, prompt(), max_new_tokens=12)
-    spans = [(0, HALF), (HALF, NUM_BLOCKS), (0, HALF)]
-    with (
-        LocalSwarm(llama, spans=spans, offload=2, **OPTIONS) as swarm,
-        connected(llama, swarm.initial_peers) as model,
-        model.inference_session(max_length=64) as session,
-    ):
-        begun = generate_seeded(model, prompt(), max_new_tokens=4)
-        used = session.route[0].server.peer_id
-        next(server for server in swarm.servers if server.peer_id == used).kill()
-        found = generate_seeded(model, begun, max_new_tokens=8)
-    assert found.tolist() == expected.tolist()
-
-
 def test_what_cannot_be_read_any_more_is_asked_of_others(llama: Path, local: PreTrainedModel) -> None:
     """The file of one server is cut off, as by a disk that fails: clients go to the other one, and it goes on."""
     expected = generate_seeded(local, prompt(), max_new_tokens=12)

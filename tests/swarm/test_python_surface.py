@@ -1,7 +1,5 @@
 """Calls that people try with a model of transformers: each works as there, or is refused in one sentence."""
 
-import copy
-import pickle
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -34,12 +32,6 @@ def model(swarm: LocalSwarm) -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def local() -> Any:
     return AutoModelForCausalLM.from_pretrained(PATH)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps], ids=["deepcopy", "pickle"])
-def test_what_would_need_the_blocks(model: Any, copied: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"because its blocks are on servers: keep what is"):
-        copied(model)
 
 
 def test_it_is_counted_as_a_whole(model: Any, local: Any) -> None:
@@ -86,6 +78,8 @@ def test_it_shows_its_swarm(model: Any, swarm: LocalSwarm) -> None:
         {"variant": "fp16"},
         {"tp_plan": "auto"},
         {"offload_folder": "x"},
+        {"state_dict": {}},
+        {"output_loading_info": True},
     ],
     ids=lambda options: next(iter(options)),
 )

@@ -136,21 +136,6 @@ def test_buffers_that_are_used_again(client: Any) -> None:
     assert all(map(torch.equal, gradients(ids, lambda mask: mask.zero_()), both))
 
 
-def test_an_optimizer_over_a_hollow_weight(llama: Path, swarm: LocalSwarm) -> None:
-    ids = prompt(2)
-    with connected(llama, swarm.initial_peers) as model:
-        for weight in (
-            model.model.layers.blocks()[0].self_attn.q_proj.weight,
-            model.model.layers[0].self_attn.q_proj.weight,
-        ):
-            with pytest.raises(ConfigurationError, match="weight of block 0 is not here but on servers"):
-                torch.optim.SGD([weight, model.lm_head.weight], lr=0.1)
-        model(input_ids=ids, labels=ids).loss.backward()
-        before = model.lm_head.weight.detach().clone()
-        torch.optim.SGD([model.lm_head.weight], lr=0.1).step()
-        assert not torch.equal(model.lm_head.weight, before)
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_mistakes_with_prefix_tuning(llama: Path, swarm: LocalSwarm) -> None:
     config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)

@@ -101,10 +101,10 @@ def open_fallback(config: ClientConfig, checkpoint: Checkpoint, model: Any) -> L
     if name is None:
         return None
     if not hasattr(model, "local_fallback") or model.tuned_prompts is not None:
-        raise ConfigurationError("fallback_to_local goes with text generation, and without tuning_mode")
+        raise ConfigurationError("fallback_to_local is for text generation without tuning_mode: leave one of them out")
     if has_vision(checkpoint.config):
         raise ConfigurationError(
-            "fallback_to_local goes with models that don't see: it would go on without the pictures"
+            "fallback_to_local is for models without vision: it would continue without the pictures"
         )
     return LocalFallback(name, config.fallback_after, checkpoint, model.device)
 

@@ -64,13 +64,13 @@ class TextConfig(ClientModelConfig, DecodingOptions):
     max_new_tokens: int | None = 128
     """Most tokens to write. Assumed: a paragraph or two."""
     temperature: float | None = None
-    """How freely to sample. Without it, top_p, top_k, seed and other ways to draw tokens, the likeliest is taken."""
+    """Randomness of sampling. If no option about sampling is given, the likeliest token is taken."""
     top_p: float | None = None
     """Sample from the likeliest tokens with this share of probability."""
     top_k: int | None = None
     """Sample from this many likeliest tokens."""
     seed: int | None = None
-    """Sample the same text each time."""
+    """Number for the random generator: the same seed gives the same text."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -43,7 +43,7 @@ class DoctorConfig(BlocksConfig, PeerConfig):
     """The subject of the checks."""
 
     model: str = ""
-    """Hub id or directory: can it be served here, and how many of its blocks fit?"""
+    """Hub id or directory of a model: can it be served here, and how many of its blocks fit?"""
     memory: tuple[str, ...] = ()
     """Memory of each machine or card in GB, like 24 24 24: which bits fit? config.json is enough for this."""
 

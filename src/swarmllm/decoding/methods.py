@@ -190,7 +190,7 @@ MAX_PENALTY = 1e30
 
 
 class Dry(LogitsProcessor):
-    """DRY ("don't repeat yourself"): makes tokens less likely that would go on with a repetition.
+    """DRY ("don't repeat yourself"): makes tokens less likely that would continue a repetition.
 
     If the last m tokens stand earlier in the text, the token that followed them there loses
     `multiplier * base ** (m - allowed_length)`, where m is the longest such match, and at least `allowed_length`.
@@ -241,7 +241,7 @@ class Dry(LogitsProcessor):
 
 
 def repeated_lengths(text: Sequence[int], breakers: Collection[int]) -> dict[int, int]:
-    """The length of the longest repetition that each token would go on with.
+    """The length of the longest repetition that each token would continue.
 
     The Z-algorithm on the text from its end: each token is looked at a few times, however often the text repeats.
     """

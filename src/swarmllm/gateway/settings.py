@@ -30,7 +30,7 @@ class OfferedModels:
     served_name: tuple[str, ...] | None = None
     """Names of the models in the API, in the same order; None = their names in the swarm."""
     revision: str | None = None
-    """Branch, tag or commit on the hub, if there is but one model."""
+    """Branch, tag or commit on the hub, if there is only one model."""
     dtype: str = field(default="auto", metadata={"alias": "torch_dtype"})
     """Type of weights and activations; auto = as in the checkpoint."""
     device: str = "cpu"
@@ -42,9 +42,9 @@ class GatewayLimits:
     """Limits of a gateway."""
 
     max_concurrent: int = 32
-    """Requests that generate at a time, each on a thread. Assumed: as many as one process can feed."""
+    """Most requests that generate at the same time, each on a thread. Assumed: as many as one process can feed."""
     max_waiting: int = in_file(64)
-    """Requests that may wait for their turn; more are answered with 429."""
+    """Most requests that wait for their turn; others are answered with 429."""
     max_length: int | None = None
     """Most tokens of a prompt and its answer together. None = as many as the model has positions and servers have room
     for."""
@@ -55,19 +55,19 @@ class GatewayLimits:
     max_body_bytes: int = in_file(1 << 20)
     """Largest request body."""
     max_audio_bytes: int = in_file(25 << 20)
-    """Largest file with sound, the same as OpenAI's. It is on the disk while it arrives and waits."""
+    """Largest audio file in bytes, the same as OpenAI's. It is on the disk while it arrives and waits."""
     max_audio_s: int = in_file(1800)
-    """Longest sound, in seconds. Half an hour takes some 1.3 GB of memory while features are extracted."""
+    """Longest audio in seconds. Half an hour takes some 1.3 GB of memory while features are extracted."""
     max_input_bytes: int | None = in_file(None)
-    """Memory for all unpacked pictures and sounds. Requests wait in line for it; one that needs more than all of it is
-    refused. None = a quarter of the machine's memory."""
+    """Memory for all unpacked pictures and audio, in bytes. Requests wait for it; a request that needs more than all of
+    it is refused. None = a quarter of the machine's memory."""
     max_stored_bytes: int = in_file(1 << 26)
-    """Memory for kept responses of /v1/responses, all together; 0 = keep none."""
+    """Memory for all kept responses of /v1/responses, in bytes; 0 = keep none."""
     max_connections: int = in_file(512)
-    """Connections open at a time. Beyond that, an idle one is closed. Half of the files that Linux lets a process open
-    by default."""
+    """Most open connections. Beyond that, an idle one is closed. The default is half of the files that Linux allows a
+    process."""
     num_threads: int = 4
-    """CPU threads for the gateway's own part of the model. Assumed: each request's thread has this many of its own."""
+    """CPU threads for the gateway's own part of the model, for each request's thread. Assumed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,10 +75,10 @@ class GatewayConfig(OfferedModels, ClientConfig, GatewayLimits):
     """All settings of a gateway."""
 
     route_timeout_s: float = in_file(5.0)
-    """Seconds to wait for servers of missing blocks, before the answer is 503."""
+    """Seconds to wait for servers of missing blocks. Then the answer is 503."""
     start_timeout_s: float = in_file(0.0)
-    """Seconds that one try waits for a starting swarm. Meanwhile the gateway says what is missing, and it tries again
-    until the swarm is complete."""
+    """Seconds that one try waits for a starting swarm. The gateway tries again until the swarm is complete, and says
+    meanwhile which blocks are missing."""
     host: str = "127.0.0.1"
     """Address to listen on. The default is loopback, since anyone who reaches a gateway can use it."""
     port: int = 8080
@@ -89,17 +89,17 @@ class GatewayConfig(OfferedModels, ClientConfig, GatewayLimits):
     lenient: bool = False
     """Ignore unknown fields of requests. Otherwise they are refused by name."""
     requests_per_minute: int | None = None
-    """Most requests per minute of one key. Without keys, of one address. None = no limit."""
+    """Most requests per minute for one key, or for one address if there are no keys. None = no limit."""
     cors_origins: tuple[str, ...] = ()
     """Origins of other web pages that may use the API. Give them like `https://example.org`, or `*`. None by
     default."""
     allowed_hosts: tuple[str, ...] = ()
-    """Names of this gateway besides the machine's own. It answers under localhost and, off loopback, under
-    addresses in numbers and the machine's own name; give other names here, such as a proxy's. `*`: any name,
-    even one that a hostile page has made up."""
+    """More host names of this gateway, such as a proxy's. Requests for other names are refused, except for localhost
+    and, if the gateway listens beyond loopback, IP addresses and the machine's own name. `*` = any name, even one that
+    a hostile page has made up."""
     picture_hosts: tuple[str, ...] = ()
-    """Hosts from which pictures in chats are fetched. Give them like `example.org` or `10.0.0.5:8000`; `*`: any
-    host with a public address, on ports 80 and 443. Without it, pictures come as data URLs only."""
+    """Hosts from which pictures in chats are fetched. Give them like `example.org` or `10.0.0.5:8000`. `*` = any host
+    with a public address, on ports 80 and 443. Without it, pictures come as data URLs only."""
     stop_on_stdin_eof: bool = field(default=False, metadata={"hidden": True})
     """Stop when standard input closes, so that it ends with the program that started it."""
 
@@ -119,7 +119,7 @@ class GatewayConfig(OfferedModels, ClientConfig, GatewayLimits):
         if len(self.model) > 1:
             for name in ("revision", "fallback_to_local", "fallback_after", "identity_path"):
                 if getattr(self, name) is not None:
-                    raise ConfigurationError(f"{name} goes with one model only: run a gateway for each of them")
+                    raise ConfigurationError(f"{name} is for one model only: run a gateway for each of them")
 
     def each_model(self) -> list[tuple[str | None, ClientModelConfig]]:
         """The chosen name of each model (None: its own), and the settings of its client."""

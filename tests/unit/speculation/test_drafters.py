@@ -1,5 +1,6 @@
 """Guesses of drafters, and texts for which they have none."""
 
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -64,43 +65,46 @@ def test_longer_matches_are_of_other_kinds() -> None:
     assert first_prior < last_prior < 1
 
 
-def test_a_model_guesses_its_likeliest_tokens() -> None:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, eos_token_id=None)).eval()
+TEXT = [3, 8, 5]
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    """It is sure of its guesses."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, eos_token_id=None)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(30)
-    ids = torch.tensor([[3, 8, 5]])
-    expected = model.generate(ids, max_new_tokens=6, min_new_tokens=6, do_sample=False)[0, 3:].tolist()
+    return model
 
+
+def written(model: LlamaForCausalLM, text: list[int], count: int) -> list[int]:
+    ids = model.generate(torch.tensor([text]), max_new_tokens=count, min_new_tokens=count, do_sample=False)
+    return ids[0, len(text) :].tolist()
+
+
+def test_a_model_guesses_its_likeliest_tokens(model: LlamaForCausalLM) -> None:
+    expected = written(model, TEXT, 6)
     guessing = ModelDrafter(model, 32)
-    guessing.extend([3, 8, 5])
+    guessing.extend(TEXT)
     assert guessing.begin()
     assert guessing.more(2) + guessing.more(4) == expected
-    guessing.extend([*expected[:2], (expected[2] + 1) % 32])  # the text goes another way
+    changed = [*expected[:2], (expected[2] + 1) % 32]  # the text goes another way
+    guessing.extend(changed)
     assert guessing.begin()
-    ids = torch.tensor([[3, 8, 5, *expected[:2], (expected[2] + 1) % 32]])
-    again = model.generate(ids, max_new_tokens=3, min_new_tokens=3, do_sample=False)[0, 6:].tolist()
-    assert guessing.more(3) == again
+    assert guessing.more(3) == written(model, [*TEXT, *changed], 3)
 
 
-def test_a_model_goes_on_from_guesses_that_the_text_has_by_now() -> None:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, eos_token_id=None)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(30)
-    ids = torch.tensor([[3, 8, 5]])
-    expected = model.generate(ids, max_new_tokens=6, min_new_tokens=6, do_sample=False)[0, 3:].tolist()
-
+def test_a_model_goes_on_from_guesses_that_the_text_has_by_now(model: LlamaForCausalLM) -> None:
     guessing = ModelDrafter(model, 32)
-    guessing.extend([3, 8, 5])
+    guessing.extend(TEXT)
     assert guessing.begin()
     first = guessing.more(3)
     guessing.extend(first[:2])
-    assert first + guessing.more(3) == expected
+    assert first + guessing.more(3) == written(model, TEXT, 6)
 
 
 def test_a_model_never_guesses_what_the_other_does_not_know() -> None:

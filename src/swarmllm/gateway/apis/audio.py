@@ -88,7 +88,7 @@ class TranscriptionRequest(Body):
     @classmethod
     def _are_of_segments(cls, value: list[str] | None, info: ValidationInfo) -> list[str] | None:
         if value and info.data.get("response_format") != "verbose_json":
-            raise ValueError("goes with response_format verbose_json")
+            raise ValueError("needs response_format verbose_json")
         if "word" in (value or ()):
             raise ValueError("can only be segment here: times of words need attentions, which stay on servers")
         return value
@@ -97,7 +97,7 @@ class TranscriptionRequest(Body):
     @classmethod
     def _is_of_text(cls, value: bool | None, info: ValidationInfo) -> bool | None:
         if value and info.data.get("response_format") != "json":
-            raise ValueError("goes with response_format json")
+            raise ValueError("needs response_format json")
         return value
 
     def speech_options(self) -> SpeechOptions:

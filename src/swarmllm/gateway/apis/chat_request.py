@@ -188,7 +188,7 @@ class ChatRequest(Sampling):
     parallel_tool_calls: bool | None = Field(None, description="false: one call at most.")
     reasoning_effort: Effort | None = Field(None, description="How much to think, for templates that know it.")
     continue_final_message: bool | None = Field(False, description="Continue the last message.")
-    add_generation_prompt: bool | None = Field(None, description="false goes with continue_final_message.")
+    add_generation_prompt: bool | None = Field(None, description="false needs continue_final_message.")
     functions: list[Any] | None = None
 
     @field_validator("functions")
@@ -212,16 +212,16 @@ class ChatRequest(Sampling):
     @model_validator(mode="after")
     def _has_log_probabilities(self) -> "ChatRequest":
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs goes with logprobs: give it as true")
+            raise ValueError("top_logprobs needs logprobs: give it as true")
         return self
 
     @model_validator(mode="after")
     def _can_continue(self) -> "ChatRequest":
         last = self.messages[-1]
         if self.continue_final_message and (last.role != "assistant" or not last.content or last.tool_calls):
-            raise ValueError("continue_final_message goes with a text of the assistant as the last message")
+            raise ValueError("continue_final_message needs a text of the assistant as the last message")
         if self.continue_final_message and self.add_generation_prompt:
-            raise ValueError("continue_final_message goes without add_generation_prompt")
+            raise ValueError("continue_final_message and add_generation_prompt exclude each other")
         if self.add_generation_prompt is False and not self.continue_final_message:
             raise ValueError("add_generation_prompt can only be false with continue_final_message")
         return self

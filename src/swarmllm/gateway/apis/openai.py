@@ -254,9 +254,9 @@ class TokenizeRequest(Body):
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give a prompt or messages")
         if self.messages is not None and self.add_special_tokens:
-            raise ValueError("add_special_tokens goes with a prompt: the chat template says which ones messages get")
+            raise ValueError("add_special_tokens is for a prompt: the chat template adds those of messages")
         if self.prompt is not None and (self.tools or self.chat_template_kwargs):
-            raise ValueError("tools and chat_template_kwargs go with messages")
+            raise ValueError("tools and chat_template_kwargs need messages")
         return self
 
 

@@ -421,7 +421,7 @@ class CompletionRequest(Sampling):
     @model_validator(mode="after")
     def _echoes_no_suffix(self) -> "CompletionRequest":
         if self.suffix and self.echo:
-            raise ValueError("echo goes without suffix")
+            raise ValueError("echo and suffix exclude each other")
         return self
 
     @field_validator("best_of")

@@ -10,6 +10,7 @@ differ. Used by `block_span`, `packed_caches` and `paged_attention`.
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ _asked = _Asked()
 @contextmanager
 def few_preferred() -> Iterator[None]:
     """Within: models whose attention is "sdpa" use `attend_few` in this thread, where it is right."""
+    _extend_sdpa()
     _asked.yes = True
     try:
         yield
@@ -97,4 +99,7 @@ def _either(usual: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Ten
     return sdpa
 
 
-ALL_ATTENTION_FUNCTIONS["sdpa"] = _either(ALL_ATTENTION_FUNCTIONS["sdpa"])
+@cache
+def _extend_sdpa() -> None:
+    """Make "sdpa" of transformers choose between both. Done at the first use, for most processes never need it."""
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = _either(ALL_ATTENTION_FUNCTIONS["sdpa"])
