@@ -5,6 +5,9 @@ numbers for each row of a session's batch. A `PageTable` is one session's part o
 Pages are counted: rows of a batch with the same beginning share pages, and so do sessions with the same prompt. A page
 that others use is copied before it is written to.
 
+A page is free when its last user drops it (`PagePool.drop`). Nobody frees the pages of a session by hand: when the last
+reference to its `PageTable` is gone, they are noted, and `_collect` frees them before the pool runs out of pages.
+
 `Placed` says where new positions go. `write_pages` and `attend_pages` write to pages and attend to them: on CUDA by
 the kernels of `paged_kernels`; otherwise in plain torch, also in tests and when a step is traced (`decode_graphs`).
 
@@ -185,7 +188,7 @@ class PagePool:
         self._free_rows = list(range(len(self.tables) - 1, 0, -1))
         self._uses = [0] * num_pages
         self._given_back: deque[_Held] = deque()
-        """Pages and rows of sessions that are gone; any thread may have dropped them."""
+        """Pages and rows of sessions that are gone, for `_collect`; any thread may have dropped them."""
 
     @property
     def num_free(self) -> int:
@@ -236,7 +239,7 @@ class PagePool:
             self._uses[page] += 1
 
     def drop(self, pages: Sequence[int]) -> None:
-        """Count one user less of each of these pages."""
+        """Count one user less of each of these pages; free those without users."""
         for page in pages:
             self._uses[page] -= 1
             if not self._uses[page]:
@@ -258,6 +261,7 @@ class PagePool:
         return _Held(self, list(pages))
 
     def _collect(self) -> None:
+        """Free pages and rows of sessions that are gone."""
         while self._given_back:
             held = self._given_back.popleft()
             self.drop(held.pages)
