@@ -1,11 +1,12 @@
-"""Invites: one word, or a file with that word, that contains everything needed to join a swarm.
+"""Invites: an invite is one word that contains everything needed to join a swarm.
 
-    swarm:eyJtb2RlbCI6…        printed by `swarmllm dht --invite`; accepted wherever initial peers are
-    friends.swarm              a file with such a word
+    swarm:eyJtb2RlbCI6…        the word, printed by `swarmllm dht --invite`
+    friends.swarm              a file that contains such a word
 
-An invite holds addresses of peers and optionally the model, the peer ids of a private swarm, and the name under which
-that swarm's servers are found. It gives no right to compute: servers check the identities of clients, and clients check
-the identities of servers. `config` unpacks invites among initial peers; `command_line` takes the model from them.
+Both can be given in place of an address in `initial_peers`. An invite holds addresses of peers. It may also hold the
+model, and for a private swarm its secret name and the peer ids of its members. An invite gives no rights: servers still
+check the identities of clients, and clients those of servers. `config` replaces invites in `initial_peers` by their
+addresses, and `command_line` takes the model from them.
 """
 
 import base64
@@ -22,7 +23,7 @@ PREFIX = "swarm:"
 FILE_SUFFIX = ".swarm"
 MAX_INVITE_CHARS = 65536
 MAX_ENTRIES = 256
-"""Most entries of each list."""
+"""Most entries of each list in an invite."""
 MAX_ENTRY_CHARS = 256
 
 
@@ -35,11 +36,12 @@ class Invite:
     model: str | None = None
     """Hub id of the model, or the name of a directory that everybody has."""
     allowed_servers: tuple[str, ...] | None = None
-    """Peer ids of the servers that clients use and servers count as neighbours; None = any."""
+    """Peer ids of the servers with which clients and other servers work; None = any."""
     allowed_clients: tuple[str, ...] | None = None
     """Peer ids of the clients that servers serve; None = any."""
     swarm_name: str | None = None
-    """An unguessable name. Servers and clients that know it use DHT keys of their own."""
+    """Secret name of a private swarm. The DHT keys of its servers are made from it, so only peers that know it find
+    them. None = the public swarm of the model."""
 
     def __str__(self) -> str:
         """The invite as one word."""
@@ -49,7 +51,7 @@ class Invite:
 
 
 def is_invite(entry: str) -> bool:
-    """True if this entry among initial peers is an invite, or the name of a file with one."""
+    """True if this entry of `initial_peers` is an invite, or the name of a file that contains one."""
     return entry.startswith(PREFIX) or entry.endswith(FILE_SUFFIX)
 
 
@@ -57,7 +59,7 @@ def read_invite(entry: str) -> Invite:
     """Read an invite, given as a word or as a file.
 
     Raises:
-        ConfigurationError: there is none, or it is damaged.
+        ConfigurationError: the file contains no invite, or the invite is damaged.
     """
     word = entry if entry.startswith(PREFIX) else _word_in_file(entry)
     try:
@@ -66,7 +68,7 @@ def read_invite(entry: str) -> Invite:
         packed = word.removeprefix(PREFIX)
         fields = json.loads(base64.b64decode(packed + "=" * (-len(packed) % 4), altchars=b"-_", validate=True))
         if not isinstance(fields, dict):
-            raise ValueError("it holds no fields")
+            raise ValueError("it is not a table of fields")
         return Invite(
             initial_peers=_texts(fields, "initial_peers") or (),
             model=_text(fields["model"]) if fields.get("model") is not None else None,
@@ -81,7 +83,7 @@ def read_invite(entry: str) -> Invite:
 
 
 def unpack_invites(entries: Iterable[str]) -> tuple[tuple[str, ...], tuple[Invite, ...]]:
-    """Replace the invites among initial peers by the addresses that they hold; return addresses and invites.
+    """Replace the invites in `initial_peers` by the addresses that they hold; return (addresses, invites).
 
     Raises:
         ConfigurationError: one of them is damaged.
@@ -98,24 +100,25 @@ def unpack_invites(entries: Iterable[str]) -> tuple[tuple[str, ...], tuple[Invit
 
 
 def merge_allowed(lists: Iterable[tuple[str, ...] | None]) -> tuple[str, ...] | None:
-    """Join these lists of peer ids; None if all of them are None."""
+    """Return every peer id that is in one of these lists; None if all lists are None."""
     given = [ids for ids in lists if ids is not None]
     return tuple(dict.fromkeys(peer_id for ids in given for peer_id in ids)) if given else None
 
 
 def agreed_name(invites: Iterable[Invite]) -> str | None:
-    """The name of the private swarm in these invites; None if they name none.
+    """Return the one name of a private swarm in these invites; None if no invite has a name.
 
     Raises:
         ConfigurationError: they name different swarms.
     """
     names = {invite.swarm_name for invite in invites if invite.swarm_name is not None}
     if len(names) > 1:
-        raise ConfigurationError("these invites are to different private swarms: give those to one of them")
+        raise ConfigurationError("these invites are to different private swarms: give only invites to one swarm")
     return names.pop() if names else None
 
 
 def _word_in_file(path: str) -> str:
+    """Return the one invite that the file contains, as a word."""
     try:
         text = read_text(path)
     except ConfigurationError as error:
@@ -129,6 +132,7 @@ def _word_in_file(path: str) -> str:
 
 
 def _texts(fields: dict[str, Any], name: str) -> tuple[str, ...] | None:
+    """Check a field of an invite that is a list; None if it is missing."""
     values = fields.get(name)
     if values is None:
         return None
@@ -138,6 +142,7 @@ def _texts(fields: dict[str, Any], name: str) -> tuple[str, ...] | None:
 
 
 def _text(value: object) -> str:
+    """Check one text of an invite: printable, not too long, and not itself an invite."""
     if not isinstance(value, str) or not value.isprintable() or not 0 < len(value) <= MAX_ENTRY_CHARS:
         raise ValueError("one of its entries is not text, or is too long")
     if is_invite(value):

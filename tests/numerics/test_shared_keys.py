@@ -129,4 +129,4 @@ def test_a_failure_leaves_nothing_switched_on(tmp_path: Path) -> None:
     cache = blocks.new_cache()
     with pytest.raises(RuntimeError):
         blocks.forward(random_inputs(blocks, 3).with_hidden(torch.zeros(1, 3, 5)), cache=cache)
-    assert not attention._asked.yes
+    assert not attention._preference.few

@@ -1,7 +1,7 @@
-"""Blocks that run in this process instead of on servers, with their weights in the model's own block list.
+"""Blocks that run in this process instead of on servers. Their weights appear in the model's own block list.
 
-`distributed_model` loads them. `remote_blocks` runs them without KV caches, `session/legs` with them. This file knows
-neither servers nor sessions.
+`distributed_model` loads them. `remote_blocks` runs them without KV caches, `session/legs` with KV caches. This file
+knows neither servers nor sessions.
 """
 
 import threading
@@ -23,7 +23,7 @@ from swarmllm.models.span.span_cache import SpanCache
 
 
 class LocalSpan:
-    """Neighbouring blocks in this process; any thread may call it."""
+    """Neighbouring blocks in this process. Any thread may call it; a lock lets one call run at a time."""
 
     def __init__(self, blocks: BlockSpan) -> None:
         self._blocks = blocks
@@ -42,13 +42,14 @@ class LocalSpan:
         return {block_idx: self._blocks.slots.block(block_idx) for block_idx in self.span}
 
     def new_cache(self, *, record_past: bool) -> SpanCache:
-        """An empty cache for these blocks; `record_past`: keep what rollbacks need."""
+        """Make an empty cache for these blocks; `record_past`: it also keeps what rollbacks need."""
         return self._blocks.new_cache(record_past=record_past)
 
     def forward(self, inputs: BlockInputs, span: Span | None = None, cache: SpanCache | None = None) -> Tensor:
         """Run the blocks of `span` (default: all); returns hidden states on the device and in the dtype of the inputs.
 
-        With a cache: as `BlockSpan.forward`. Without: gradients flow to inputs, adapter and the blocks' parameters.
+        With a cache, it does what `BlockSpan.forward` does, without gradients. Without a cache, gradients flow to the
+        inputs, the adapter and the parameters of the blocks.
         """
         with self._lock:
             self._follow_model()
@@ -59,23 +60,24 @@ class LocalSpan:
         if inputs.inner is not None:
             inputs.inner.copy(span or self.span, like)
         if cache is not None:
-            output = output.clone()  # a normal tensor, not one of inference mode, as servers' answers are
+            output = output.clone()  # a copy made outside of inference mode is a normal tensor, like servers' answers
         return output.to(like.device, like.dtype)
 
     def _follow_model(self) -> None:
-        """Follow the model to another device or dtype, and undo settings that don't fit these blocks."""
+        """Move to the device and dtype of the model's weights, and turn gradient checkpointing off."""
         blocks = self._blocks
         weight = blocks.largest_weight
         if weight.device != blocks.device:
-            blocks.stack.to(weight.device)  # moves its rotary embedding and the like
+            blocks.stack.to(weight.device)  # also moves what isn't a weight, such as rotary embeddings
         blocks.device, blocks.dtype = weight.device, weight.dtype
         if any(block.training for block in self.modules().values()):
-            for part in blocks.slots.modules():  # it would drop the cache, and compute again without adapters
-                if getattr(part, "gradient_checkpointing", False):
-                    part.gradient_checkpointing = False  # type: ignore[assignment]
+            # Checkpointing would drop the cache, and its second forward would run without adapters.
+            for module in blocks.slots.modules():
+                if getattr(module, "gradient_checkpointing", False):
+                    module.gradient_checkpointing = False  # type: ignore[assignment]
 
     def _adapter(self, inputs: BlockInputs, span: Span) -> BlockAdapter | None:
-        """The part of the inputs' adapter for these blocks, in autograd's graph if it is trained."""
+        """Cut the inputs' adapter to the blocks of `span`. If it is trained, it stays in autograd's graph."""
         adapter, trained = inputs.adapter, inputs.trained
         if adapter is None:
             return None
@@ -88,7 +90,7 @@ class LocalSpan:
 
 
 class LocalBlocks:
-    """All blocks in this process, in the order of their spans; mostly none."""
+    """All blocks of a model that run in this process, in order. Usually there are none."""
 
     def __init__(self, spans: Sequence[LocalSpan] = ()) -> None:
         self.spans = tuple(spans)
@@ -100,7 +102,8 @@ class LocalBlocks:
         """Load these blocks of the checkpoint in the model's `dtype`.
 
         Raises:
-            UnsupportedModelError, WeightsError: the model can't be cut there, or its files are missing or damaged.
+            UnsupportedModelError: the model can't be cut there.
+            WeightsError: its files are missing or damaged.
         """
         return cls([LocalSpan(load_block_span(checkpoint, span, dtype=dtype, progress=progress)) for span in spans])
 
@@ -109,7 +112,10 @@ class LocalBlocks:
         return {block_idx: block for here in self.spans for block_idx, block in here.modules().items()}
 
     def parts(self, span: Span) -> Iterator[tuple[Span, LocalSpan | None]]:
-        """(blocks, their `LocalSpan` or None for servers) in order, for all of `span`."""
+        """Cut `span` where blocks change between this process and servers.
+
+        Yields (blocks, their `LocalSpan`), or (blocks, None) if servers have them, in order.
+        """
         start = span.start
         for here in self.spans:
             first, end = max(start, here.span.start), min(span.end, here.span.end)
@@ -123,14 +129,15 @@ class LocalBlocks:
 
 
 NONE_HERE = LocalBlocks()
-"""All blocks are on servers."""
+"""The usual case: no block runs in this process, all are on servers."""
 
 
 def wanted_spans(config: ClientConfig, num_blocks: int) -> list[Span]:
     """The spans that `ClientConfig.local_blocks` names.
 
     Raises:
-        ConfigurationError: the model has fewer blocks, servers would have none, or an adapter of servers is wanted.
+        ConfigurationError: the model has fewer blocks, no block would be left for servers, or `active_adapter` names
+            an adapter of servers.
     """
     spans = [Span(*pair) for pair in parse_block_ranges(config.local_blocks or "")]
     if spans and spans[-1].end > num_blocks:

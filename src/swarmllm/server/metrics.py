@@ -1,6 +1,7 @@
-"""Metrics for Prometheus (`--metrics_port`): how busy this server is and how much it has done, read on each request.
+"""Metrics for Prometheus (`--metrics_port`): how busy this server is, and how much it has done since its start.
 
-`server` runs `serve_metrics` as one of its tasks. Counting costs nothing: the numbers are kept anyway.
+`server` runs `serve_metrics` as one of its tasks. Nothing is counted here. Each request of Prometheus reads numbers
+that the server's objects keep for other reasons anyway.
 """
 
 import asyncio
@@ -25,13 +26,16 @@ logger = logging.getLogger(__name__)
 
 
 class ServerMetrics(Collector):
-    """Reads the figures of a running server."""
+    """Turns the numbers of a running server into Prometheus' families of metrics."""
 
     def __init__(self, record: OwnRecord) -> None:
         self._record, self._access, self._device_thread = record, record.access, record.loader.device_thread
 
     def collect(self) -> Iterator[Metric]:
-        """Called in a thread of its own; reads plain numbers only."""
+        """Yield all metrics with their present values.
+
+        Runs in a thread of the metrics' web server, at any time. This is safe because it only reads plain numbers.
+        """
         info = self._record.describe()
         about = {
             "peer_id": info.peer_id,
@@ -43,14 +47,15 @@ class ServerMetrics(Collector):
             "version": info.version,
         }
         yield InfoMetricFamily("swarmllm_server", "Blocks and settings of this server.", value=about)
-        for name, text, value in self._now(info):
+        for name, text, value in self._gauges(info):
             yield GaugeMetricFamily(f"swarmllm_server_{name}", text, value=value)
-        for name, text, value in self._so_far():
+        for name, text, value in self._counters():
             yield CounterMetricFamily(f"swarmllm_server_{name}", text, value=value)
         if self._record.peer.relay is not None:
             yield from _of_relay(self._record.peer.relay)
 
-    def _now(self, info: ServerInfo) -> Iterator[tuple[str, str, float]]:
+    def _gauges(self, info: ServerInfo) -> Iterator[tuple[str, str, float]]:
+        """(name, help, value) of each number that describes the present."""
         load, sessions, pages = self._device_thread.load, self._sessions, self._pages
         budget = CacheBudget(0) if sessions is None else sessions.budget
         yield "blocks", "Blocks served.", info.end - info.start
@@ -61,21 +66,22 @@ class ServerMetrics(Collector):
         yield "queued_calls", "Steps and requests that wait or are computed.", self._device_thread.num_calls
         yield "queue_ms", "Smoothed time that a step waits for its turn.", load.queue_ms
         thread = self._device_thread
-        yield "step_ms_p50", "Time within which half of the last 512 decode steps were ready.", thread.step_ms_p50
-        yield "step_ms_p95", "Time within which 95 % of the last 512 decode steps were ready.", thread.step_ms_p95
-        yield "token_ms", "Median of the time from token to token of texts, as their steps came.", thread.token_ms
+        yield "step_ms_p50", "Time in which half of the last 512 decode steps were ready.", thread.step_ms_p50
+        yield "step_ms_p95", "Time in which 95 % of the last 512 decode steps were ready.", thread.step_ms_p95
+        yield "token_ms", "Median time between the steps of two tokens of a text.", thread.token_ms
         yield "batch_size", "Smoothed number of sessions in one forward.", load.batch_size
-        yield "cache_bytes", "Room for KV caches.", budget.offered_bytes
-        yield "cache_leased_bytes", "Part of it that sessions have leased.", budget.leased_bytes
-        yield "prefix_cache_bytes", "Pages of prompts that sessions share.", 0 if pages is None else pages.num_bytes
+        yield "cache_bytes", "Bytes that sessions may lease for KV caches.", budget.offered_bytes
+        yield "cache_leased_bytes", "Bytes that sessions have leased for KV caches.", budget.leased_bytes
+        yield "prefix_cache_bytes", "Bytes of pages of shared prompts.", 0 if pages is None else pages.num_bytes
 
-    def _so_far(self) -> Iterator[tuple[str, str, float]]:
+    def _counters(self) -> Iterator[tuple[str, str, float]]:
+        """(name, help, value) of each number that only grows while the process runs."""
         load, pages = self._device_thread.load, self._pages
         yield "steps", "Steps of sessions.", load.num_steps
-        yield "tokens", "Tokens of steps of sessions.", load.num_tokens
+        yield "tokens", "Tokens in the steps of sessions.", load.num_tokens
         yield "failures", "Steps and requests that failed.", load.num_failures
         yield "forwards", "Forwards that computed steps of sessions.", load.num_forwards
-        yield "reused_tokens", "Tokens of known prompts.", 0 if pages is None else pages.num_reused_tokens
+        yield "reused_tokens", "Prompt tokens taken from shared pages.", 0 if pages is None else pages.num_reused_tokens
         yield "received_bytes", "Bytes from clients and other servers.", traffic.received_bytes
         yield "sent_bytes", "Bytes to clients and other servers.", traffic.sent_bytes
 
@@ -91,7 +97,7 @@ class ServerMetrics(Collector):
 
 
 def _of_relay(relay: RelayService) -> Iterator[Metric]:
-    """Figures of the relay."""
+    """Yield the metrics of the relay that this server runs for peers behind a NAT."""
     yield GaugeMetricFamily(
         "swarmllm_relay_reservations", "Peers that are reached through this relay.", value=relay.num_reservations
     )
@@ -104,7 +110,7 @@ async def serve_metrics(host: str, port: int | None, metrics: ServerMetrics) -> 
     """Answer Prometheus until cancelled; without a port, do nothing.
 
     Raises:
-        ConfigurationError: the port can't be had.
+        ConfigurationError: the port can't be opened, for example because another program uses it.
     """
     if port is None:
         return

@@ -406,10 +406,10 @@ def test_each_lack_of_memory_is_one_line_of_the_log(caplog: pytest.LogCaptureFix
         raise MemoryError("no room\nat all")
 
     lack = MemoryError("of one forward")
-    device.log_lacks([lack, lack, ArithmeticError(), None, torch.zeros(1)])
+    device.log_out_of_memory([lack, lack, ArithmeticError(), None, torch.zeros(1)])
     with pytest.raises(ServerOutOfMemoryError) as caught, memory_errors_translated(), block_errors_translated():
         fails()
-    device.log_lacks([caught.value])
+    device.log_out_of_memory([caught.value])
     lines = [record.getMessage() for record in caplog.records]
     assert [line.partition(": ")[2] for line in lines] == ["MemoryError of one forward", "MemoryError no room"]
 

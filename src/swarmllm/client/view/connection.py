@@ -1,8 +1,8 @@
 """One stream to one server: requests and their answers, matched by id.
 
-Sessions use one connection per server of their chain; sessionless requests share one per server. Runs in the client's
-event loop. The functions at the end ask for inner states of a server's blocks, and take its answers
-(`boundary/inner_states`).
+A session has its own connection to each server of its chain. All sessionless requests to a server share one. Everything
+runs in the client's event loop. The functions at the end are for inner states, that is outputs and attention weights of
+single blocks (`boundary/inner_states`): they write the request into a header, and store the answer.
 """
 
 import asyncio
@@ -34,12 +34,12 @@ _ids = itertools.count(1)
 
 
 def new_request_id() -> int:
-    """An id that no other request of this client has: an answer may come on another connection than its request."""
+    """Return an id, unique in this process: an answer may come on another connection than its request."""
     return next(_ids)
 
 
 class Result:
-    """A RESULT: its header, and its tensors, which are decoded on demand."""
+    """A successful answer (a RESULT message): its header, and its tensors, which are decoded on demand."""
 
     def __init__(self, header: ResultHeader, message: Message, peer_id: str) -> None:
         self.header = header
@@ -48,7 +48,11 @@ class Result:
         self._tensors: dict[str, Tensor] | None = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Raises: RemoteProtocolError: they are not what the header says."""
+        """Decode the tensors, once.
+
+        Raises:
+            RemoteProtocolError: they are not what the header says.
+        """
         if self._tensors is None:
             payload = self._message.payload
             try:
@@ -59,23 +63,29 @@ class Result:
 
 
 USUAL_WAIT_S = 0.4
-"""Seconds that a caller waits before its servers are watched closely."""
+"""Seconds that a caller waits for an answer before its servers are pinged more often (`attended`)."""
 
 
 OnAnswer = Callable[["Connection", "Result | SwarmError", int | None], None]
+"""Called with (connection, answer or error, request id). The id is None if the error isn't about one request."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Request:
+    """A call of `Connection.request` that waits for its answer."""
+
     answer: "asyncio.Future[Result]"
     may_accuse: str | None
+    """Peer id of the one other server that the answer may blame; None = none."""
 
 
 class Connection:
-    """One stream. `on_answer(connection, answer or error, request id)` gets all but the answers to `request()`.
+    """One stream to one server.
 
-    An error that blames another server than its sender is marked (`PeerError.is_hearsay`). The answer to a request may
-    blame only `may_accuse`; if it blames another server, its sender is at fault.
+    `request()` returns its own answer. All other answers and errors go to `on_answer`.
+
+    A server may answer that another server has failed. Such an error is marked (`PeerError.is_hearsay`). The answer to
+    `request()` may blame only the server `may_accuse`. If it blames a third one, the error blames the sender instead.
     """
 
     def __init__(
@@ -83,15 +93,16 @@ class Connection:
     ) -> None:
         self.server = server
         self.asleep = False
-        """The server's greeting said that it has to load its blocks first."""
+        """True if the server's greeting said that its blocks aren't in memory and must be loaded first."""
         self.compression = compression
-        """The setting of `ClientConfig`."""
+        """`ClientConfig.compression`: "none", "int8" or "auto"."""
         self._stream = stream
         self._on_answer = on_answer
         self._pending: dict[int, _Request] = {}
         self._needed_for: set[asyncio.Future[Result]] = set()
-        """Answers of other servers that need this one as well."""
+        """Answers awaited from other servers that need this server, too. They fail if this stream breaks."""
         self.error: PeerError | None = None
+        """The reason why the stream ended; None while it works."""
 
     @property
     def peer_id(self) -> str:
@@ -111,7 +122,7 @@ class Connection:
         return await self._stream.ping()
 
     async def compressed(self, tensors: Mapping[str, Tensor], *, exactly: bool = False) -> Outgoing:
-        """The tensors, compressed if that pays on this stream; `exactly`: only if it doesn't change them."""
+        """Compress the tensors if that saves time on this stream. `exactly`: not if it would change their values."""
         return await compressed(tensors, self._stream, self.compression, exactly=exactly)
 
     async def send(self, message_type: MessageType, header: PeerModel, tensors: Outgoing | None = None) -> None:
@@ -140,12 +151,13 @@ class Connection:
         others: Sequence["Connection"] = (),
         may_accuse: str | None = None,
     ) -> Result:
-        """Send, and wait for the answer to `header.id`, for which the server may need the servers of `others`.
+        """Send a message and wait for the answer with the same id as `header`.
 
-        `may_accuse`: the one other server that the answer may blame.
+        `others`: connections to servers that this server needs for its answer. If one of them breaks, the request fails
+        at once. `may_accuse`: the one other server that the answer may blame.
 
         Raises:
-            SwarmError: the server answered an error, or the stream to one of them broke.
+            SwarmError: the server answered with an error, or its stream or one of `others` broke.
             PeerTimeoutError: no answer came in time.
         """
         request_id: int = header.id  # type: ignore[attr-defined]
@@ -170,7 +182,7 @@ class Connection:
                 other._needed_for.discard(future)
 
     async def read(self) -> None:
-        """Receive answers until the stream breaks; runs as a task of the event loop."""
+        """Receive answers until the stream ends, then fail everything that waits. Runs as a task of the event loop."""
         try:
             while True:
                 self._take(await self._stream.receive())
@@ -192,6 +204,7 @@ class Connection:
         self._stream.abort()
 
     def _take(self, message: Message) -> None:
+        """Turn a message of the server into a result or an error, and hand it over."""
         if message.type == MessageType.RESULT:
             header = parse(ResultHeader, message.header, self.peer_id)
             self._settle(Result(header, message, self.peer_id), header.id)
@@ -202,8 +215,10 @@ class Connection:
             raise RemoteProtocolError(f"a client doesn't take {message.type.name} messages", self.peer_id)
 
     def _error(self, refusal: ErrorHeader) -> SwarmError:
+        """Turn an ERROR of the server into an exception that blames the right peer."""
         accused = refusal.peer_id
-        if refusal.code == RemoteProtocolError.code and accused is None:  # otherwise it is about its neighbour
+        # Without an accused peer, the server complains about our message; else about its neighbour's.
+        if refusal.code == RemoteProtocolError.code and accused is None:
             error: SwarmError = LocalProtocolError(f"server {self.peer_id} doesn't understand us: {refusal.message}")
         else:
             error = error_from_code(refusal.code, refusal.message, accused or self.peer_id)
@@ -217,6 +232,7 @@ class Connection:
         return error
 
     def _settle(self, answer: Result | SwarmError, request_id: int | None) -> None:
+        """Give an answer or an error to the request that waits for it, or to `on_answer`."""
         request = None if request_id is None else self._pending.get(request_id)
         future = None if request is None else request.answer
         if future is None:
@@ -227,7 +243,7 @@ class Connection:
 
 
 def baseless(accusation: PeerError) -> RemoteProtocolError:
-    """The fault of the accuser, which can't know what it says."""
+    """Return an error that blames the accuser, for an accusation of a server with which it has nothing to do."""
     return RemoteProtocolError(
         f"server {accusation.accused_by} blames {accusation.peer_id}, which has no part in this: {accusation}",
         accusation.accused_by,
@@ -236,7 +252,10 @@ def baseless(accusation: PeerError) -> RemoteProtocolError:
 
 @contextmanager
 def attended(connections: Iterable[Connection], *, usual_wait_s: float = USUAL_WAIT_S) -> Iterator[None]:
-    """Watch these servers closely while an answer needs them, to notice a frozen one sooner."""
+    """Ping these servers more often while an answer needs them, so that a frozen one is noticed sooner.
+
+    This begins after `usual_wait_s`: most answers come before that.
+    """
     streams: list[FrameStream] = []
 
     def attend() -> None:
@@ -254,7 +273,8 @@ def attended(connections: Iterable[Connection], *, usual_wait_s: float = USUAL_W
 
 
 def wanted_header(inputs: BlockInputs, span: Span | None = None) -> WantedInner | None:
-    """The inner states that `inputs` want of the blocks of `span` (default: all), as a header field."""
+    """Return the header field that asks for inner states of the blocks of `span` (default: all); None if `inputs` asks
+    for none."""
     inner = inputs.inner
     if inner is None:
         return None
@@ -263,11 +283,11 @@ def wanted_header(inputs: BlockInputs, span: Span | None = None) -> WantedInner 
 
 
 def take_inner(answer: Result, span: Span, inputs: BlockInputs, traits: BlockTraits, past: int = 0) -> None:
-    """Put a server's inner states into `inputs.inner`, if they are wanted.
+    """Put a server's inner states into `inputs.inner`, if `inputs` asked for them. `past`: positions before the call.
 
     Raises:
         RemoteProtocolError: they can't be read.
-        CorruptActivationsError: they can't be right.
+        CorruptActivationsError: their values are impossible, such as NaN.
     """
     if inputs.inner is not None and inputs.inner.wants(span):
         inputs.inner.take(
@@ -284,17 +304,17 @@ def take_inner(answer: Result, span: Span, inputs: BlockInputs, traits: BlockTra
 
 
 def position_bytes(inputs: BlockInputs) -> int:
-    """Bytes of the hidden states of one position, in the widest dtype of a server."""
+    """Bytes of the hidden states of one position if a server answers in float32, its widest dtype."""
     return 4 * inputs.hidden_states.numel() // (inputs.batch_size * inputs.seq_len)
 
 
 def tokens_at_once(inner: InnerStates, inputs: BlockInputs, span: Span) -> int:
-    """Most positions of one step, so that no answer with inner states gets too large."""
+    """Number of positions of a step whose answer, with inner states, has about `ANSWER_BYTES`; at least 1."""
     return max(1, ANSWER_BYTES // max(1, len(inner.within(span)) * position_bytes(inputs)))
 
 
 def parts_at_once(inputs: BlockInputs, span: Span, traits: BlockTraits) -> Iterator[Span]:
-    """Pieces of `span` whose inner states fit into one answer; mostly `span` itself."""
+    """Cut `span` into pieces whose inner states fit into one answer. Usually one piece is enough."""
     inner, start = inputs.inner, span.start
     if inner is not None and inner.wants(span):
         for end in range(span.start + 1, span.end):

@@ -1,8 +1,9 @@
-"""Chat templates, rendered in separate processes. A process that computes too long or grows too large is killed.
+"""Turn conversations into text by a model's chat template, in separate processes with limits on time and memory.
 
-A template is a program from a checkpoint, and a request may make its text long. `language_model` renders through
-`ChatTemplates`. `main` is the other side: a process that reads lines of JSON and answers each with a line.
-transformers' own code renders, so texts are the same.
+A template is a program that comes with the checkpoint, and a request can make it compute for long. So a process that
+computes too long or takes too much memory is killed, and the gateway goes on. `language_model` calls `ChatTemplates`,
+which sends each conversation to a process as a line of JSON. `main` is the program of these processes, and answers with
+a line of JSON. It calls transformers' own code, so the texts are those of `apply_chat_template`.
 """
 
 import contextlib
@@ -22,22 +23,25 @@ from typing import Any
 from swarmllm.api import ConfigurationError
 
 LIMIT_S = 2.0
-"""Seconds of computing that a template may take. Assumed: a conversation of 4096 messages takes some tenths."""
+"""Most seconds of CPU time for one conversation. Assumed: one of 4096 messages takes some tenths of a second."""
 LIMIT_BYTES = 1 << 29
-"""Memory that it may take in addition to the process's own. Assumed, as is `MAX_CHARS`."""
+"""Most bytes of memory that a process may take in addition to what it has before its first conversation. Assumed."""
 MAX_CHARS = 1 << 23
-"""Characters of its text: twice as many as 1 MiB of messages and tools can make when all of it is escaped."""
+"""Most characters of a rendered text. Assumed: twice as many as 1 MiB of messages and tools with every character
+escaped."""
 MAX_LINE = 6 * MAX_CHARS + 64
-"""Bytes of an answer: a character takes at most six."""
+"""Most bytes of an answer: JSON writes a character as at most six bytes."""
 NUM_PROCESSES = 2
-"""Processes of one model. Assumed: rendering takes about a millisecond, so one is enough as long as nothing is slow."""
+"""Most processes of one model. Assumed: rendering takes about a millisecond, so the second one is needed only while the
+first has a slow conversation."""
 
 
 class ChatTemplates:
-    """The processes of one model, and threads that prepare its chats. The first chat starts them."""
+    """The rendering processes of one model. A process is started when a chat needs one and none is idle."""
 
     def __init__(self, limit_s: float = LIMIT_S) -> None:
         self._limit_s = limit_s
+        # Callers render in these threads. Their number limits that of the processes.
         self.threads = ThreadPoolExecutor(NUM_PROCESSES, thread_name_prefix="prepare chats")
         self.processes: set[subprocess.Popen[bytes]] = set()
         self._idle: list[subprocess.Popen[bytes]] = []
@@ -45,8 +49,8 @@ class ChatTemplates:
         self._closed = False
 
     def start(self) -> None:
-        """Start a process for the first chat; returns at once."""
-        self._give_back(self._process())
+        """Start a process before the first chat comes; returns at once."""
+        self._give_back(self._take_process())
 
     def render(
         self,
@@ -58,7 +62,11 @@ class ChatTemplates:
         own: Mapping[str, Any],
         go_on: bool,
     ) -> str:
-        """The text of a conversation. `given` and `own` are variables of the template; it must know the given ones.
+        """Render a conversation; returns its text.
+
+        `given`: variables of the template from the request (`chat_template_kwargs`), refused if the template doesn't
+        use them. `own`: its variables from the tokenizer. `go_on`: the text ends within the last message, so that the
+        model continues it; otherwise it ends where a new answer begins.
 
         Raises:
             ConfigurationError: the template refuses these messages, doesn't know a variable, or takes too much.
@@ -68,7 +76,7 @@ class ChatTemplates:
             line = json.dumps({**asked, "go_on": go_on}).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigurationError(f"the model's chat template can't take these messages: {error}") from None
-        process = self._process()
+        process = self._take_process()
         answer = _answer(process, line)
         if answer is None:
             self._end(process)
@@ -93,8 +101,8 @@ class ChatTemplates:
             self._end(process)
         self.threads.shutdown()
 
-    def _process(self) -> subprocess.Popen[bytes]:
-        """An idle process, or a new one."""
+    def _take_process(self) -> subprocess.Popen[bytes]:
+        """Take an idle process, or start a new one."""
         with self._lock:
             while self._idle:
                 process = self._idle.pop()
@@ -106,7 +114,7 @@ class ChatTemplates:
                 [sys.executable, "-P", "-m", __name__, str(self._limit_s)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                process_group=0,  # Ctrl-C is for the gateway, which then closes the pipe
+                process_group=0,  # Ctrl-C must reach only the gateway, which ends the process by closing its input
             )
             self.processes.add(process)
             return process
@@ -119,39 +127,39 @@ class ChatTemplates:
         process.kill()
         process.wait()
         for pipe in (process.stdin, process.stdout):
-            with contextlib.suppress(OSError):  # the rest of the question stays unwritten
+            with contextlib.suppress(OSError):  # unsent bytes of the conversation can't be written any more
                 pipe.close()  # type: ignore[union-attr]
         with self._lock:
             self.processes.discard(process)
 
 
 def _answer(process: subprocess.Popen[bytes], line: bytes) -> dict[str, Any] | None:
-    """Send a question and read the answer; None: the process has ended."""
-    questions, answers = process.stdin, process.stdout
-    assert questions is not None
+    """Send a conversation and read the answer; None if the process has ended."""
+    requests, answers = process.stdin, process.stdout
+    assert requests is not None
     assert answers is not None
     try:
-        questions.write(line)
-        questions.flush()
+        requests.write(line)
+        requests.flush()
         answer = answers.readline(MAX_LINE)
     except OSError:
         return None
     return json.loads(answer) if answer.endswith(b"\n") else None
 
 
-# ---------------------------------------------------------------------- the other side
+# ---------------------------------------------------------------------- the program of the processes
 
 
 def main(limit_s: float) -> None:
     """Answer each line of standard input with a line on standard output, until input ends."""
-    questions, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    from transformers.utils import chat_template_utils  # noqa: F401  half a second, before the clock runs
+    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what libraries print goes to standard error, not between the answers
+    from transformers.utils import chat_template_utils  # noqa: F401  takes half a second: not within the time limit
 
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     limit = pages * resource.getpagesize() + LIMIT_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    for line in questions:
+    for line in requests:
         signal.setitimer(signal.ITIMER_PROF, limit_s)  # its signal has no handler, so it ends the process
         try:
             answer = _rendered(json.loads(line))
@@ -165,6 +173,7 @@ def main(limit_s: float) -> None:
 
 
 def _rendered(asked: dict[str, Any]) -> dict[str, Any]:
+    """Render a request of `ChatTemplates.render`: `{"text"}`, `{"error"}`, or `{"unknown", "known"}` variables."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     template, given = asked["template"], asked["given"]
@@ -187,8 +196,10 @@ def _rendered(asked: dict[str, Any]) -> dict[str, Any]:
 
 @lru_cache
 def _variables(template: str) -> frozenset[str]:
-    """Variables that a template can be given besides messages and tools: all that it reads or tests for being
-    defined."""
+    """Names of the variables that a template uses, except for messages, tools and what transformers itself passes.
+
+    A variable counts if the template reads it, gives it a default, or tests if it is defined.
+    """
     import inspect
 
     from jinja2 import meta, nodes

@@ -1,10 +1,12 @@
-"""A log of everything that has passed one boundary between blocks in a session, so that a new server can rebuild its
-cache.
+"""A log of all hidden states that a session has sent over one boundary between spans. It rebuilds a lost cache.
 
-A server logs its outputs for its successor, the client its inputs of the first server. The log follows the session: a
-rollback cuts it; changes of the batch's rows are noted, and applied only at a replay. Every step brings a whole
-attention mask. The log keeps a mask only if no later one begins with it: one mask, if the session never changes it.
-Steps that were computed with different frequencies of their positions (`block_inputs.arithmetic`) are never joined.
+A server logs its outputs, which are the inputs of its successor. The client logs the inputs of the first server. When a
+server is replaced, the log is replayed into the new one.
+
+A rollback cuts the log. A change of the batch's rows is only noted, and applied at a replay. Each step has an attention
+mask for all positions so far. Usually it begins with the mask of the step before, so one mask is kept for many steps.
+A replay joins steps to long calls, but only steps that one call computes in the same way: their masks fit together, and
+their positions have the same rotary frequencies. `block_inputs.arithmetic` returns a number for these frequencies.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,25 +23,35 @@ from swarmllm.models.boundary.block_inputs import AXES, SOURCE, BlockInputs, ari
 
 @dataclass(slots=True)
 class _Entry:
+    """One logged step."""
+
     position: int
+    """Positions of the text before this step."""
     inputs: BlockInputs
+    """The step's inputs. Its mask is in the `_Run` instead."""
     order: Tensor | None = None
-    """Rows to take from this entry and all before it; later entries' orders come on top."""
+    """Rows that were selected after this step: a replay applies it to this entry and all earlier ones, before the
+    orders of later entries."""
 
 
 @dataclass(slots=True)
-class _Alike:
-    """Steps one after the other that are computed alike, with the last one's mask: each is how the next one begins."""
+class _Run:
+    """Consecutive steps that a replay can compute as one call.
+
+    The mask of each step begins with the mask of the step before, so only the last mask is kept.
+    """
 
     start: int
+    """Position of the first step."""
     arithmetic: int
+    """The steps' rotary frequencies, as a number (`block_inputs.arithmetic`)."""
     mask: Tensor | None
-    """`[batch, end]`, for today's rows; or one with more axes, of a single step. None hides nothing."""
+    """`[batch, end]`, for the present rows; None hides nothing. A mask with more axes belongs to a single step."""
     beside: frozenset[str] = frozenset()
-    """More fields that all of these steps have."""
+    """Names of optional inputs (`AXES`) that all of these steps have."""
 
-    def take_in(self, step: "_Alike", seq_len: int) -> bool:
-        """Add the next step, of `seq_len` positions, unless its mask shows or hides something else before it."""
+    def take_in(self, step: "_Run", seq_len: int) -> bool:
+        """Add the next step, of `seq_len` positions, if it can be computed in one call with these; returns whether."""
         mask = step.mask
         if self.arithmetic != step.arithmetic or self.beside != step.beside:
             return False
@@ -60,12 +72,12 @@ class _Alike:
 
 
 class ActivationLog:
-    """The inputs of one boundary for positions [0, length)."""
+    """The hidden states that have passed one boundary for positions [0, length), with the other inputs of the steps."""
 
     def __init__(self, traits: BlockTraits) -> None:
         self._traits = traits
         self._entries: list[_Entry] = []
-        self._alike: list[_Alike] = []
+        self._runs: list[_Run] = []
 
     @property
     def length(self) -> int:
@@ -84,136 +96,143 @@ class ActivationLog:
         return last.inputs.batch_size if last.order is None else len(last.order)
 
     def append(self, position: int, inputs: BlockInputs) -> None:
-        """Log the call that follows the first `position` positions; everything logged after them is forgotten."""
+        """Log a step that begins at `position`; forget what was logged from there on."""
         self.rollback(position)
         if position != self.length:
             raise ValueError(f"can't append at position {position} to a log of {self.length}")
         beside: dict[str, Any] = {name: _owned(getattr(inputs, name)) for name in (*AXES, *SOURCE)}
         has = frozenset(name for name in AXES if beside[name] is not None and name != "position_ids")
-        step = _Alike(position, arithmetic(inputs, position, self._traits), inputs.attention_mask, has)
-        if not self._alike or not self._alike[-1].take_in(step, inputs.seq_len):
-            self._alike.append(step)
+        step = _Run(position, arithmetic(inputs, position, self._traits), inputs.attention_mask, has)
+        if not self._runs or not self._runs[-1].take_in(step, inputs.seq_len):
+            self._runs.append(step)
         self._entries.append(_Entry(position, replace(inputs, attention_mask=None, inner=None, **beside)))
 
     def rollback(self, position: int) -> None:
-        """Forget everything from `position` on; the rows stay as they are now."""
+        """Forget everything from `position` on. Selections of rows are kept, also those that came after `position`."""
         dropped: Tensor | None = None
         while self._entries and self._entries[-1].position >= position:
             dropped = _compose(self._entries.pop().order, dropped)
-        while self._alike and self._alike[-1].start >= position:
-            self._alike.pop()
+        while self._runs and self._runs[-1].start >= position:
+            self._runs.pop()
         if not self._entries:
             return
-        self._alike[-1].cut(position)
+        self._runs[-1].cut(position)
         last = self._entries[-1]
         if position < self.length:
-            last.inputs = self._rest(position)
+            last.inputs = self._beginning(position)
             self._note_other_arithmetic(last)
         last.order = _compose(last.order, dropped)
 
-    def _rest(self, position: int) -> BlockInputs:
-        """The rest of the step that holds this position."""
+    def _beginning(self, position: int) -> BlockInputs:
+        """The inputs of the step around `position`, without its positions from `position` on."""
         step = next(entry for entry in reversed(self._entries) if entry.position < position)
         return step.inputs.columns(0, position - step.position, step.position, self._traits)
 
     def _note_other_arithmetic(self, last: _Entry) -> None:
-        """Note a last step whose rest may be too short to be computed as the whole step was."""
-        alike, now = self._alike[-1], arithmetic(last.inputs, last.position, self._traits)
-        if now == alike.arithmetic:
+        """Give the last step a run of its own if a rollback has made it so short that its frequencies differ."""
+        run, now = self._runs[-1], arithmetic(last.inputs, last.position, self._traits)
+        if now == run.arithmetic:
             return
-        if alike.start < last.position:
-            rest = replace(alike, start=last.position)
-            alike.cut(last.position)
-            self._alike.append(rest)
-        self._alike[-1].arithmetic = now
+        if run.start < last.position:
+            own = replace(run, start=last.position)
+            run.cut(last.position)
+            self._runs.append(own)
+        self._runs[-1].arithmetic = now
 
     def goes_back_alike(self, position: int) -> bool:
-        """True if the positions before this one have the same results when they are computed alone."""
+        """True if the positions before `position` were computed as they are after a rollback to it.
+
+        It is False if the rollback shortens a step so much that it gets other rotary frequencies.
+        """
         if not 0 < position < self.length or self._traits.even_length == inf:
             return True
-        (alike,) = [one for one in self._alike if one.start < position][-1:]
+        (run,) = [one for one in self._runs if one.start < position][-1:]
         start = max(entry.position for entry in self._entries if entry.position < position)
-        return arithmetic(self._rest(position), start, self._traits) == alike.arithmetic
+        return arithmetic(self._beginning(position), start, self._traits) == run.arithmetic
 
     def was_computed_as(self, length: int, position: int) -> bool:
-        """True if all positions before `position` were computed as a call of that length would compute them."""
+        """True if all positions before `position` were computed with the rotary frequencies of a call of `length`
+        positions."""
         wanted = self._traits.arithmetic(length)
-        return all(one.arithmetic == wanted for one in self._alike if one.start < position)
+        return all(one.arithmetic == wanted for one in self._runs if one.start < position)
 
     def select_batch(self, indices: Sequence[int]) -> None:
         """Keep these rows of the batch, in this order."""
         if self._entries:
             last, order = self._entries[-1], torch.tensor(list(indices), dtype=torch.long)
-            for alike in self._alike:
-                if alike.mask is not None and alike.mask.shape[0] == self.batch_size:
-                    alike.mask = alike.mask.index_select(0, order.to(alike.mask.device))
+            for run in self._runs:
+                if run.mask is not None and run.mask.shape[0] == self.batch_size:
+                    run.mask = run.mask.index_select(0, order.to(run.mask.device))
             last.order = _compose(last.order, order)
 
     def replay(self, max_tokens: int) -> Iterator[tuple[int, BlockInputs]]:
-        """(position, inputs) of all that is logged, with today's rows, in pieces of about `max_tokens`."""
+        """(position, inputs) of everything that is logged, for the present rows, in pieces of about `max_tokens`."""
         for past, call in self.calls():
             for start, end in pieces(call, past, self._traits, max_tokens):
                 yield past + start, call.columns(start, end, past, self._traits)
 
     def calls(self) -> list[tuple[int, BlockInputs]]:
-        """(position, inputs) of everything that is logged, with today's rows, in as few calls as possible.
+        """(position, inputs) of everything that is logged, for the present rows, in as few calls as possible.
 
-        That is one call, unless a step's mask shows or hides something differently than an earlier one's, or the text
-        has become so long that its later steps were computed differently.
+        Usually one call is enough. There are more if a later mask contradicts an earlier one, or if rotary frequencies
+        have changed because the text became long.
         """
         if not self._entries:
             return []
-        pieces: list[BlockInputs] = []
+        inputs: list[BlockInputs] = []
         order: Tensor | None = None
         for entry in reversed(self._entries):
             order = _compose(entry.order, order)
-            pieces.append(entry.inputs if order is None else entry.inputs.rows_in_order(order, self._traits))
-        steps = list(zip((entry.position for entry in self._entries), reversed(pieces), strict=True))
-        starts = [alike.start for alike in self._alike]
+            inputs.append(entry.inputs if order is None else entry.inputs.rows_in_order(order, self._traits))
+        steps = list(zip((entry.position for entry in self._entries), reversed(inputs), strict=True))
+        starts = [run.start for run in self._runs]
         return [
-            (start, self._joined([step for step in steps if start <= step[0] < end], alike.mask))
-            for alike, start, end in zip(self._alike, starts, [*starts[1:], self.length], strict=True)
+            (start, self._joined([step for step in steps if start <= step[0] < end], run.mask))
+            for run, start, end in zip(self._runs, starts, [*starts[1:], self.length], strict=True)
         ]
 
     def _joined(self, steps: Sequence[tuple[int, BlockInputs]], mask: Tensor | None) -> BlockInputs:
-        """One call with the same effect as these (position, inputs)."""
-        pieces = [piece for _, piece in steps]
-        last, seq_axis = pieces[-1], self._traits.batch_axis + 1
+        """Join steps, given as (position, inputs), to the inputs of one call with the same effect."""
+        inputs = [one for _, one in steps]
+        last, seq_axis = inputs[-1], self._traits.batch_axis + 1
         beside: dict[str, Any] = {
-            name: torch.cat([getattr(piece, name) for piece in pieces], dim=axis)
+            name: torch.cat([getattr(one, name) for one in inputs], dim=axis)
             for name, (_, axis) in AXES.items()
             if getattr(last, name) is not None and name != "position_ids"
         }
         return replace(
             last,
-            hidden_states=torch.cat([piece.hidden_states for piece in pieces], dim=seq_axis),
-            seq_len=sum(piece.seq_len for piece in pieces),
+            hidden_states=torch.cat([one.hidden_states for one in inputs], dim=seq_axis),
+            seq_len=sum(one.seq_len for one in inputs),
             attention_mask=mask,
             position_ids=_joined_positions(steps),
-            **pieces[0].source_fields(),
+            **inputs[0].source_fields(),  # the encoder outputs come with the first step only
             **beside,
         )
 
 
 def _joined_positions(steps: Sequence[tuple[int, BlockInputs]]) -> Tensor | None:
-    """Steps may have left the positions to the blocks, or have given them for each row, or once for all."""
-    given = [piece.position_ids for _, piece in steps if piece.position_ids is not None]
+    """Join the position ids of steps, given as (position, inputs); None if no step has any.
+
+    A step may have ids for each row, or once for all rows. For a step without ids, count on from its position.
+    """
+    given = [inputs.position_ids for _, inputs in steps if inputs.position_ids is not None]
     if not given:
         return None
     rows = max(tensor.shape[-2] for tensor in given)
     shape, like = given[0].shape[:-2], given[0]
     positions: list[Tensor] = []
-    for position, piece in steps:
-        tensor = piece.position_ids
+    for position, inputs in steps:
+        tensor = inputs.position_ids
         if tensor is None:
-            start = position + piece.num_prefix
-            tensor = torch.arange(start, start + piece.seq_len, dtype=like.dtype)[None]
-        positions.append(tensor.to(like.device).expand(*shape, rows, piece.seq_len))
+            start = position + inputs.num_prefix
+            tensor = torch.arange(start, start + inputs.seq_len, dtype=like.dtype)[None]
+        positions.append(tensor.to(like.device).expand(*shape, rows, inputs.seq_len))
     return torch.cat(positions, dim=-1)
 
 
 def _same(first: Tensor | None, second: Tensor | None) -> bool:
-    """True if two masks hide the same; None hides nothing."""
+    """True if two masks hide the same positions; None hides nothing."""
     if first is None or second is None:
         given = second if first is None else first
         return given is None or bool(given.all())
@@ -221,14 +240,17 @@ def _same(first: Tensor | None, second: Tensor | None) -> bool:
 
 
 def _owned(tensor: Tensor | None) -> Tensor | None:
-    """A copy of a tensor that is a small part of a larger memory: a message, which would live as long as the log."""
+    """Copy a tensor that shares the memory of a larger one, such as a message. Otherwise the log would keep all of it.
+
+    Other tensors are returned as they are.
+    """
     if tensor is None or tensor.untyped_storage().nbytes() <= 2 * tensor.nbytes:
         return tensor
     return tensor.clone()
 
 
 def _compose(first: Tensor | None, then: Tensor | None) -> Tensor | None:
-    """The selection of rows with the effect of `first` and then `then`."""
+    """Join two selections of rows to one that has the effect of `first` and then of `then`; None selects all rows."""
     if first is None or then is None:
         return then if first is None else first
     return first[then]

@@ -5,19 +5,19 @@ trainers work on it. Its block list holds one proxy module (`blocks_proxy`), and
 (`stack_forward`). `ClientShell` overrides methods of the class: caches of `generate()`, peft's adapters.
 `TrainingNotices` logs, once, how training differs from training the whole model locally.
 
-`UnseenChanges` finds changes that touch no module of the blocks, so that servers would compute as if they were not
-there: in the config, in the arguments, in rotary embeddings, among hooks on all modules, and in torch.func's
-transforms. `stack_forward` asks it at each forward. `hollow_modules` refuses changes of blocks.
+`UnseenChanges` refuses changes of the user that change what blocks compute, but that servers can't see: in the config,
+in arguments, in rotary embeddings, by hooks on all modules, or by torch.func's transforms. `stack_forward`
+calls it at each forward. `hollow_modules` refuses changes of the blocks' own modules.
 
 `cache_of_call` chooses the cache of one forward, before the architecture's code sees the arguments:
 
     a remote cache is given                         its session goes on
-    use_cache is False, or the model is an encoder  none: the blocks run on the whole batch at once
-    use_cache=True, without gradients               a session is opened, and its cache returned
-    the same inside generate() of a user's session  the model has dropped the cache, as it does with LongRoPE once a
-                                                    text is long enough: the session begins anew
-    anything else for which transformers makes one  the blocks run without a session; the returned cache opens one only
-                                                    when it is continued, and computes its positions again
+    use_cache is False, or the model is an encoder  no cache: the blocks run on the whole batch at once
+    use_cache=True, without gradients               a session is opened, and its cache is returned
+    use_cache=True, in generate() of a user's       the session begins anew, at position 0: the model has dropped its
+    session, and the text comes as a whole          cache, as LongRoPE models do when a text becomes long
+    other calls for which transformers makes a      the blocks run without a session. The returned cache opens one only
+    cache, for example with gradients               if the user continues it, and then computes its positions again
 """
 
 import copy
@@ -49,53 +49,58 @@ from swarmllm.models.shell.tuned_prompts import TunedPrefix, TunedPrefixCache, T
 logger = logging.getLogger(__name__)
 
 SOFT_PROMPT_ROOM = 128
-"""Positions that a session of `generate()` has left for peft's soft prompts, which `generate()` doesn't count. Assumed:
-they rarely have more than 100 tokens, and the cache for them costs servers little."""
+"""Positions that a session of `generate()` keeps free for peft's soft prompts, which `generate()` doesn't count.
+Assumed: soft prompts rarely have more than 100 tokens, and the cache for them costs servers little."""
 
 NO_CACHE_IN_TRAINING = {"falcon_mamba", "mamba", "mamba2", "rwkv"}
 """Types of models whose forward makes a cache in train mode only if `use_cache` is given."""
 _spent: "weakref.WeakSet[Any]" = weakref.WeakSet()
-"""Local caches used as a prefix before. With a local model they would hold the text of that call as well."""
-_HERE = re.compile(
+"""Caches of transformers that a call has used as a prefix. Using one twice is refused: a local model would have added
+the first call's text to it, and this model doesn't."""
+_FREE_FIELDS = re.compile(
     r"_.*|output_.*|.*_token_id|.*logit.*|use_cache|(use_)?return_dict|vocab_size|tie_word_embeddings|layerdrop|dtype"
     r"|num_labels|id2label|label2id|problem_type|classifier_dropout|.*aux_loss_coef|summary_.*|mask_.*"
     r"|apply_spec_augment|embedding_multiplier|scale_embedding|architectures|transformers_version|pretraining_tp"
 )
-"""Config fields that only what is here reads: embeddings, heads, losses, and the code around them."""
-_OF_MASKS = ("is_causal", "sliding_window", "attention_chunk_size", "layer_types", "partial_rotary_factor")
-"""Config fields that transformers reads for masks and positions, even where a config lacks them."""
+"""Config fields that blocks don't read, so users may change them: only the code on the client reads them (embeddings,
+heads, losses, `generate()`)."""
+_MASK_FIELDS = ("is_causal", "sliding_window", "attention_chunk_size", "layer_types", "partial_rotary_factor")
+"""Config fields that transformers reads for masks and positions. If a config lacks one, adding it is a change."""
 _GLOBAL_HOOKS = tuple(f"_global_{kind}_hooks" for kind in ("forward_pre", "forward", "backward_pre", "backward"))
-_OF_PACKED_TEXTS = dict.fromkeys(("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k"), "give each text a row of its own")
-_OF_BLOCKS = {
+"""Tables of torch with the hooks on all modules."""
+_PACKED_TEXT_ARGUMENTS = dict.fromkeys(("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k"), "give each text a row of its own")
+"""Arguments that say where texts begin in a row that holds several, and what to do instead."""
+_BLOCK_ARGUMENTS = {
     **dict.fromkeys(("is_causal", "position_bias"), "use a mask of four axes"),
-    "encoder_hidden_states": "put what the blocks shall see into the text",
+    "encoder_hidden_states": "put its content into the text",
 }
-"""Arguments that a model hands through to its blocks, and what to do instead."""
+"""Arguments that a model only passes on to its blocks, and what to do instead."""
 _ROUNDING, _TINY = 2.0**-7, 1e-6
-"""A cast of the model to bfloat16 or half and back changes a rotary embedding by at most this, relative or absolute."""
+"""Relative and absolute tolerance for rotary embeddings: a cast of the model to bfloat16 or half and back changes them
+by less."""
 
 
 class UnseenChanges:
-    """Remembers how a stack was when it was opened."""
+    """Remembers config and rotary embeddings of a stack when it is opened, and refuses later changes of them."""
 
-    def __init__(self, stack: nn.Module, *, takes_source: bool) -> None:
-        """`takes_source`: whether encoder outputs are an argument that servers are sent."""
+    def __init__(self, stack: nn.Module, *, takes_encoder_outputs: bool) -> None:
+        """`takes_encoder_outputs`: the stack is a decoder, whose encoder outputs are sent to servers."""
         self._config: Any = stack.config
-        fields = dict.fromkeys(_OF_MASKS) | vars(self._config)
-        self._was = {name: copy.deepcopy(value) for name, value in fields.items() if not _HERE.fullmatch(name)}
+        fields = dict.fromkeys(_MASK_FIELDS) | vars(self._config)
+        self._was = {name: copy.deepcopy(value) for name, value in fields.items() if not _FREE_FIELDS.fullmatch(name)}
         layers = DynamicCache(config=self._config).layers
         # Attention keeps packed texts apart by positions alone, recurrent blocks only by these arguments.
         recurrent = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
-        self._arguments = _OF_BLOCKS | (_OF_PACKED_TEXTS if recurrent else {})
-        if takes_source:
+        self._arguments = _BLOCK_ARGUMENTS | (_PACKED_TEXT_ARGUMENTS if recurrent else {})
+        if takes_encoder_outputs:
             del self._arguments["encoder_hidden_states"]
         self._rotary = _RotaryEmbeddings(stack)
 
     def refuse(self, kwargs: Mapping[str, Any]) -> None:
-        """Refuse what servers can't follow; `kwargs` are the arguments of the stack's forward.
+        """Refuse a forward that servers would compute differently; `kwargs` are the arguments of the stack's forward.
 
         Raises:
-            ConfigurationError: there is something.
+            ConfigurationError: there is such a change or argument.
         """
         fields = vars(self._config)
         for name, was in self._was.items():
@@ -121,21 +126,31 @@ class UnseenChanges:
 
 
 class _RotaryEmbeddings:
-    """The stack's rotary embeddings. It computes them here for nothing: servers have their own."""
+    """The stack's rotary embeddings, and their values when the stack was opened.
+
+    The stack computes them here as well, but only the servers' own copies have an effect.
+    """
 
     def __init__(self, stack: nn.Module) -> None:
         parts = {name: part for name, part in stack.named_children() if "Rotary" in type(part).__name__}
         for name, part in parts.items():
             close_hooks(part, ModulePlace("the model", name))
         fix_children(stack, ModulePlace("the model"), parts.keys())
-        grows = ("dynamic", "longrope")  # these change with the text, by themselves
-        still = [one for one in parts.values() if not any(kind in str(getattr(one, "rope_type", "")) for kind in grows)]
-        self._scales = [(one, name, value) for one in still for name, value in vars(one).items() if "scaling" in name]
-        self._buffers = [(one, name, value.detach().clone()) for one in still for name, value in one.named_buffers()]
+        changing = ("dynamic", "longrope")  # transformers itself changes these when a text becomes longer
+        fixed = [
+            one for one in parts.values() if not any(kind in str(getattr(one, "rope_type", "")) for kind in changing)
+        ]
+        self._scales = [(one, name, value) for one in fixed for name, value in vars(one).items() if "scaling" in name]
+        self._buffers = [(one, name, value.detach().clone()) for one in fixed for name, value in one.named_buffers()]
         self._seen: dict[int, tuple[Tensor, int]] = {}
-        """By index of a buffer: it and its version, when it was last found to be right."""
+        """By the index of a buffer: the tensor and its version at the last check that found it unchanged."""
 
     def refuse(self) -> None:
+        """Refuse changed embeddings. A buffer is compared only if it is another tensor or was written to.
+
+        Raises:
+            ConfigurationError: one of them has changed.
+        """
         changed = [name for one, name, was in self._scales if getattr(one, name) != was]
         for idx, (one, name, was) in enumerate(self._buffers):
             now = one.get_buffer(name)
@@ -161,15 +176,20 @@ class ShellStack:
     """The module that loops over the blocks."""
     traits: BlockTraits
     adapters: BlockAdapters
+    """peft's adapters inside the blocks of this stack."""
     unseen: UnseenChanges
+    """The check of changes that servers can't see."""
     has_vision: bool = False
-    """The model has vision, and its stack is given more than embeddings."""
+    """The model has vision, and passes more than embeddings to this stack."""
     takes_audio: bool = False
-    """The stack takes audio."""
+    """The input of this stack is audio."""
 
 
 class ClientShell:
-    """A mixin of the architecture's class, behind the mixin of the caller."""
+    """A mixin for the architecture's class, which overrides some of its methods.
+
+    The order of the bases is: the caller's mixin (`client/`), this one, the architecture's class.
+    """
 
     swarm_runner: BlocksRunner
     swarm_traits: BlockTraits
@@ -178,11 +198,13 @@ class ClientShell:
     """The adapters of the last stack, like the runner and the traits."""
     swarm_notices: "TrainingNotices"
     swarm_prepared: "weakref.WeakValueDictionary[int, RemoteCache]"
-    """The cache of the last `generate()` in each thread. peft replaces it by its prefix."""
+    """The cache of the last `generate()` in each thread. peft puts its own prefix in its place before the forward, so
+    `_of_generate` finds it here."""
     config: PreTrainedConfig
     tuned_prompts: TunedPrompts | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model; if that fails, remove peft's hooks for adapters of single rows."""
         try:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         except BaseException:
@@ -214,12 +236,12 @@ class ClientShell:
 
     @property
     def is_gradient_checkpointing(self) -> bool:
-        """peft asks for it by this old name, at which transformers would warn."""
+        """True if activation checkpointing is on. peft asks by this old name, and transformers' own property warns."""
         is_on: bool = self.is_activation_checkpointing  # type: ignore[attr-defined]
         return is_on
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """Parameters of the whole model, blocks included; `only_trainable`: those that are trained here."""
+        """Parameters of the whole model, blocks included; `only_trainable`: of the trained ones, which are all here."""
         here: int = super().num_parameters(only_trainable, exclude_embeddings)  # type: ignore[misc]
         elsewhere = sum(stack.adapters.blocks.num_parameters(exclude_embeddings) for stack in self.swarm_stacks)
         return here if only_trainable else here + elsewhere
@@ -254,7 +276,7 @@ class ClientShell:
             return
         if generation_config.use_cache is False:
             return
-        # Prompt lookup checks guesses up to the last token, and some beyond it.
+        # Prompt lookup also sends guesses beyond the last token, and they need room.
         room = 1 + (generation_config.prompt_lookup_num_tokens or 0) + SOFT_PROMPT_ROOM
         room += 0 if self.tuned_prompts is None else len(self.tuned_prompts)
         cache = self.new_remote_cache(batch_size * _rows_per_prompt(generation_config), max_cache_length + room)
@@ -264,7 +286,7 @@ class ClientShell:
         self.swarm_prepared[get_ident()] = cache
 
     def _postprocess_outputs(self, seek_outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Whisper's, without the cache: it would copy each row's keys and values, which are on servers."""
+        """Call Whisper's method without the cache, because it would copy keys and values, which are on servers."""
         if not isinstance(seek_outputs, Tensor):
             kept = {name: value for name, value in seek_outputs.items() if name != "past_key_values"}
             seek_outputs = type(seek_outputs)(**kept)
@@ -272,7 +294,7 @@ class ClientShell:
 
     def _prepare_position_ids_for_generation(self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
         mask = model_kwargs.get("attention_mask")
-        if mask is not None and not self.config.is_encoder_decoder:  # a mask of ones would reach no forward
+        if mask is not None and not self.config.is_encoder_decoder:  # a mask of ones never reaches the forward's check
             cache = model_kwargs.get(cache_argument(decoder_stack(self)))
             batch_size, seq_len = inputs_tensor.shape[:2]
             past = cache.length if isinstance(cache, RemoteCache) and mask.shape[-1] > seq_len else 0
@@ -281,7 +303,7 @@ class ClientShell:
         return positions
 
     def new_remote_cache(self, batch_size: int, max_length: int | None) -> RemoteCache:
-        """A cache of `batch_size` rows, on the user's session or on a new one."""
+        """Make a cache of `batch_size` rows for the user's session, or for a new session if the user has none."""
         session = self.active_cache_session() or self.swarm_runner.new_cache_session(batch_size, max_length)
         cache = RemoteCache(self.config, session, batch_size)
         cache.num_hidden = 0 if self.tuned_prompts is None else len(self.tuned_prompts)
@@ -315,31 +337,31 @@ def head(model: PreTrainedModel, hidden_states: Tensor) -> Tensor:
 
 
 def _rows_per_prompt(generation_config: Any) -> int:
-    """Rows that `generate()` makes of each prompt before the prefill."""
+    """Rows into which `generate()` copies each prompt before the prefill."""
     return max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
 
 
 def cache_of_call(
     shell: Any, config: PreTrainedConfig, kwargs: dict[str, Any], name: str
 ) -> tuple[RemoteCache | None, TunedPrefix | None]:
-    """(cache, prefix) of this forward. The cache is the given one, or a new one if transformers would make its own.
+    """Choose the cache of this forward, as the table above says; returns (cache, prefix).
 
-    The prefix is what the caller has given as a cache, if it is one of peft's. `kwargs[name]` is replaced by the cache
-    that the stack's forward is to see.
+    The cache is the given one, or a new one if transformers would make its own. The prefix is given if the caller
+    passed a cache with peft's prefix tuning. Puts the cache that the stack's forward must see into `kwargs[name]`.
 
     Raises:
-        ConfigurationError: the given cache can't be used, or it isn't clear which session is meant.
+        ConfigurationError: the given cache can't be used, or the call could mean the user's session or a new one.
     """
     cache = kwargs.get(name)
     if isinstance(cache, RemoteCache):
         if cache.config is not shell.config:
-            raise ConfigurationError(f"the {name} are those of another model: continue them with that one")
+            raise ConfigurationError(f"the {name} belong to another model: continue them with that model")
         return cache, None
     ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
     given = embeds if ids is None else ids
     batch_size = 1 if given is None else given.shape[0]
     if has_vision(shell.config) and isinstance(cache, DynamicCache) and not cache.get_seq_length():
-        cache = None  # some models with vision make one before they call their text model
+        cache = None  # an empty one: some models with vision make it before they call their text model
     prefix = None if cache is None else _prefix(cache, shell, batch_size)
     if not _wants_cache(shell, config, kwargs.get("use_cache")) or given is None:
         kwargs["use_cache"] = False
@@ -379,19 +401,22 @@ def _prefix(cache: Any, shell: Any, batch_size: int) -> TunedPrefix:
     prefix = TunedPrefix.read(cache, shell, batch_size)
     if cache in _spent:
         raise ConfigurationError(
-            "this cache has been given to the model before, which doesn't write to it: continue with the "
+            "this cache has been given to the model before, and the model didn't write to it: continue with the "
             "past_key_values of that call's output"
         )
     return prefix
 
 
 def note_spent(cache: Any) -> None:
-    """Note that a forward has used this local cache as a prefix."""
+    """Note that a forward has used this cache of transformers as a prefix, so that a second use is refused."""
     _spent.add(cache)
 
 
 def _of_generate(prefix: TunedPrefix | None, shell: Any, batch_size: int) -> RemoteCache | None:
-    """The cache of `generate()`, which peft has replaced by `prefix`; it has the length that the text needs."""
+    """The cache that `generate()` prepared before peft put `prefix` in its place; None if there is none that fits.
+
+    It is better than a new one: it already has room for the length that `generate()` wants.
+    """
     cache: RemoteCache | None = None if prefix is None else shell.swarm_prepared.get(get_ident())
     if cache is None or cache.session.position or cache.batch_size != batch_size:
         return None
@@ -406,7 +431,7 @@ class TrainingNotices:
         self._told = False
 
     def tell(self, model: PreTrainedModel) -> None:
-        """Log those that apply to this model, once."""
+        """Log the warnings that apply to this model; later calls log nothing."""
         if self._told:
             return
         self._told = True

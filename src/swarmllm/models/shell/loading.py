@@ -126,7 +126,7 @@ def _hollow_out(
     proxy.__dict__["block"] = next(iter(blocks.hollow.values()))
     takes_sound = stack.role == "encoder" and has_audio(model.config)
     module, adapters = stack_module(model, stack), BlockAdapters(blocks)
-    unseen = UnseenChanges(module, takes_source=stack.role == "decoder")
+    unseen = UnseenChanges(module, takes_encoder_outputs=stack.role == "decoder")
     return ShellStack(stack, module, proxy.traits, adapters, unseen, has_vision(model.config), takes_sound)
 
 

@@ -11,7 +11,7 @@ trials            random inputs, float32, few threads, one part of each kind: ho
 packing           calls of several sessions, run together if they fit
 packing_probe     ways of packing that give the right results
 packed_caches     several sessions in one row, or as a padded batch
-attention         switching a model to another attention function; attention of few positions to many keys
+attention         switching a model to another attention function; fast attention of few new positions
 page_pool         keys and values of all sessions in pages of one pool: taken, freed, written to, attended to
 paged_attention   several sessions in one row, on pages
 paged_kernels     the same by Triton, on CUDA

@@ -1,9 +1,9 @@
 """Tensors as raw bytes: exact, and without a copy where the memory layout allows.
 
-Client and server use it for the payload of messages. The message's header describes each tensor by `[name, dtype,
-shape, num_bytes]`. The bytes of tensors follow each other, each at a multiple of `ALIGNMENT`. Numbers are
-little-endian, as on every machine that PyTorch runs on today. A compressed tensor (`wire/compression`) has a dtype like
-`int8/bfloat16`, and its four tensors follow each other.
+Client and server use it for the payload of messages. The message's header has a descriptor of each tensor: `[name,
+dtype, shape, num_bytes]`. The payload holds the bytes of the tensors in the same order; each begins at a multiple of
+`ALIGNMENT`. Numbers are little-endian, as on every machine that PyTorch runs on today. A compressed tensor
+(`wire/compression`) has a dtype like `int8/bfloat16`, and its bytes are those of its four tensors, without gaps.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,11 +27,13 @@ MAX_TENSORS = 32
 MAX_NAME_LENGTH = 64
 MAX_DIMENSIONS = 8
 MAX_ELEMENTS = 1 << 40
-"""Limits the product of the dimensions, also if one of them is 0, so that strides can't overflow."""
+"""Largest product of the sizes in a shape, so that strides can't overflow. A size of 0 counts as 1, because strides
+grow with the other sizes all the same."""
 ALIGNMENT = 16
-"""In bytes. Good for vector instructions, and the padding is never more than a descriptor costs."""
+"""Bytes. Vector instructions read aligned tensors fast. The padding costs less than a descriptor."""
 DECOMPRESSED_FACTOR = 4
-"""Largest growth when a tensor is decompressed to the widest type: a byte a value, and a little more."""
+"""Decompressing multiplies the bytes of a tensor by less than this. A value takes more than 1 byte before, and at most
+4 bytes (float32) afterwards."""
 
 DTYPES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
@@ -47,13 +49,16 @@ DTYPES: dict[str, torch.dtype] = {
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _COMPRESSED = {f"{ENCODING}/{_DTYPE_NAMES[dtype]}": dtype for dtype in COMPRESSIBLE_DTYPES}
+"""Names like `int8/bfloat16`, with the dtype after decompression."""
 
 Descriptor = tuple[str, str, tuple[int, ...], int]
+"""(name, dtype, shape, number of bytes) of a tensor in the payload."""
 
 
 def encode_tensors(tensors: Mapping[str, Tensor | CompressedTensor]) -> tuple[list[Descriptor], list[ByteChunk]]:
-    """Encode tensors as descriptors and payload chunks. The chunks share the tensors' memory: send before changing
-    them.
+    """Encode tensors as descriptors and payload chunks.
+
+    The chunks share the tensors' memory where possible: don't change the tensors before the chunks are sent.
 
     Raises:
         LocalProtocolError: too many tensors, or a dtype that the format doesn't know.
@@ -93,6 +98,8 @@ def decode_tensors(
 ) -> dict[str, Tensor]:
     """Decode what `encode_tensors` encoded. The tensors share the payload's memory if it is writable.
 
+    `max_bytes` limits the payload. `peer_id` is the sender, for the error.
+
     Raises:
         RemoteProtocolError: descriptors and payload disagree, or are too large.
     """
@@ -100,17 +107,17 @@ def decode_tensors(
         if len(payload) > max_bytes:
             raise RemoteProtocolError(f"{len(payload)} bytes are over the cap of {max_bytes}")
         if not isinstance(descriptors, (list, tuple)) or len(descriptors) > MAX_TENSORS:
-            raise RemoteProtocolError(f"more than {MAX_TENSORS} descriptors, or none that can be read")
+            raise RemoteProtocolError(f"the descriptors are not a list of at most {MAX_TENSORS} tensors")
         layout: dict[str, _Place] = {}
         end = 0
         for descriptor in descriptors:
             place = _checked(descriptor, end)
             if place.name in layout:
-                raise RemoteProtocolError("a name is too long or comes twice")
+                raise RemoteProtocolError(f"the name {place.name!r} comes twice")
             layout[place.name] = place
             end = place.start + place.num_bytes + -place.num_bytes % ALIGNMENT
         if end != len(payload):
-            raise RemoteProtocolError(f"the descriptors name {end} bytes, {len(payload)} came")
+            raise RemoteProtocolError(f"the descriptors describe {end} bytes, {len(payload)} came")
         buffer = bytearray(payload) if memoryview(payload).readonly else payload
         return {name: place.tensor(buffer) for name, place in layout.items()}
     except RemoteProtocolError as error:
@@ -118,7 +125,7 @@ def decode_tensors(
 
 
 class _Place(NamedTuple):
-    """A tensor's place and form in the payload."""
+    """The position of a tensor in the payload, and how to read it; made from a checked descriptor."""
 
     name: str
     dtype: torch.dtype
@@ -128,7 +135,7 @@ class _Place(NamedTuple):
     num_bytes: int
 
     def tensor(self, buffer: Any) -> Tensor:
-        """The tensor. It shares the buffer's memory where possible."""
+        """Read the tensor from `buffer`, the whole payload. It shares the buffer's memory where possible."""
         if self.is_compressed:
             return self._compressed(buffer).decompress()
         if self.num_bytes == 0:
@@ -147,19 +154,23 @@ class _Place(NamedTuple):
             count = rows * columns
             parts.append(torch.frombuffer(buffer, dtype=dtype, count=count, offset=start).view(rows, columns))
             start += count * dtype.itemsize
-        beside, codes, exponents, places = parts
+        outliers, codes, exponents, places = parts
         if int(places.max()) >= BLOCK:
-            raise RemoteProtocolError(f"{self.name!r} has outliers that belong to no block")
-        return CompressedTensor(self.dtype, self.shape, beside, codes, exponents, places)
+            raise RemoteProtocolError(f"{self.name!r} has outliers that lie in no block of {BLOCK} values")
+        return CompressedTensor(self.dtype, self.shape, outliers, codes, exponents, places)
 
 
 def _checked(descriptor: Any, start: int) -> _Place:
-    """Check a descriptor; return the place of its tensor, whose bytes begin at `start`."""
+    """Check a descriptor and return the place of its tensor. `start`: where the tensor's bytes begin in the payload.
+
+    Raises:
+        RemoteProtocolError: the descriptor is invalid.
+    """
     if not isinstance(descriptor, (list, tuple)) or len(descriptor) != 4:
         raise RemoteProtocolError("a descriptor is not [name, dtype, shape, num_bytes]")
     name, dtype_name, shape, num_bytes = descriptor
     if not isinstance(name, str) or len(name) > MAX_NAME_LENGTH:
-        raise RemoteProtocolError("a name is too long or comes twice")
+        raise RemoteProtocolError(f"a name is not text of at most {MAX_NAME_LENGTH} characters")
     dtype = (DTYPES.get(dtype_name) or _COMPRESSED.get(dtype_name)) if isinstance(dtype_name, str) else None
     if dtype is None:
         raise RemoteProtocolError(f"{name!r} has an unknown dtype")
@@ -175,7 +186,7 @@ def _checked(descriptor: Any, start: int) -> _Place:
             raise RemoteProtocolError(f"{name!r} is too large")
     is_compressed = dtype_name in _COMPRESSED
     if is_compressed and not (shape and num_elements):
-        raise RemoteProtocolError(f"{name!r} is compressed, and there is nothing to compress in its shape")
+        raise RemoteProtocolError(f"{name!r} is compressed, but its shape leaves nothing to compress")
     expected = compressed_bytes(tuple(shape), dtype) if is_compressed else num_elements * dtype.itemsize
     if type(num_bytes) is not int or num_bytes != expected:
         raise RemoteProtocolError(f"the size of {name!r} doesn't fit its shape")
@@ -183,9 +194,9 @@ def _checked(descriptor: Any, start: int) -> _Place:
 
 
 def decompressed_bytes(descriptors: Any, num_payload_bytes: int) -> int:
-    """Memory that `decode_tensors` takes besides the payload: for tensors that don't share its memory.
+    """Bytes of memory that `decode_tensors` takes besides the payload, for tensors that can't share its memory.
 
-    For invalid descriptors the result is never too large.
+    The descriptors needn't be valid: the result is between 0 and `DECOMPRESSED_FACTOR` times the payload.
     """
     num_bytes = 0
     for descriptor in descriptors if isinstance(descriptors, (list, tuple)) else ():

@@ -1,9 +1,10 @@
-"""The device that computes the blocks: its name, its memory, its queue, and the errors of blocks that fail on it.
+"""The device that computes the blocks: its name and memory, waiting for its work, and errors of blocks that fail on it.
 
-`span_loader` chooses a device and counts its memory, and `swarmllm doctor` does the same without blocks. The device
-thread waits for an accelerator here: a call of one returns as soon as the work is queued. Without the wait, measured
-times would be those of queueing, the event loop would wait for the device when it reads an output, and kept outputs
-would fill the device's memory. Tests replace the accelerator by one that computes when they want it to.
+`span_loader` chooses a device here and plans the use of its memory. `swarmllm doctor` does the same without loading
+blocks. The device thread waits here for an accelerator (`Accelerator.fetch`), because a call on a GPU returns as soon
+as the work is queued. Without this wait, measured times would be those of queueing, the event loop would block when it
+reads an output, and unread outputs would fill the device's memory. Tests pass an accelerator of their own, and decide
+when it has finished.
 """
 
 import logging
@@ -30,29 +31,32 @@ from swarmllm.server.settings import memory_limit_bytes, require_device
 logger = logging.getLogger(__name__)
 
 OUT_OF_MEMORY = ("DefaultCPUAllocator", "bad_alloc", "out of memory", "ALLOC_FAILED")
-"""Words by which the plain RuntimeErrors of torch and its libraries say that memory ran out, on CPUs above all."""
+"""Words in plain RuntimeErrors of torch and its libraries that mean that memory ran out, mostly on CPUs."""
 
 FREE_SHARE = 0.8
 """Share of the free memory that blocks and caches may take by default. Assumed: activations take the rest."""
 COUNTED_TOKENS = 8192
-"""Tokens of cache per block, when a server chooses the number of its blocks. Assumed: some chats of 2048 tokens. With
-all 65536 of the default, a block of Llama-2-7B would count as six."""
+"""Tokens of cache that a server plans for each block when it chooses the number of its blocks. Assumed: some chats of
+2048 tokens. With the default of `attn_cache_tokens`, 65536, a block of Llama-2-7B and its cache would take as much
+memory as six blocks."""
 LEAST_TOKENS = 256
-"""Fewest tokens of cache: with less room for sessions, no client could use the blocks."""
+"""Fewest tokens of cache with which a server starts. Assumed: with less, no client could use the blocks."""
 PAGES_SHARE = 1 / 8
-"""Largest share, of the memory that blocks leave, for prompts that sessions share."""
+"""Largest share of the memory left by the blocks for pages of prompts that sessions share. Assumed."""
 ADAPTERS_SHARE = 1 / 16
+"""Largest share of the memory left by the blocks for adapters that clients send. Assumed: they are small compared with
+the caches."""
 ADAPTERS_BYTES = 2 << 30
-"""The same for adapters of all clients together. Assumed: they are small compared with the caches."""
+"""Most bytes for these adapters. Assumed."""
 OWN_MEMORY = ("cuda", "xpu")
-"""Kinds of devices with memory of their own; others use the processor's."""
+"""Kinds of devices with memory of their own. The others use the machine's main memory."""
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the torch device of this name; `auto` = cuda if there is one.
+    """Return the torch device of this name; `auto` means cuda if there is a CUDA device, else cpu.
 
     Raises:
-        ConfigurationError: it can't be used here.
+        ConfigurationError: the device can't be used here.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -66,7 +70,7 @@ def resolve_device(name: str) -> torch.device:
 
 @cache
 def hardware_name(device: torch.device, number: int = 1) -> str:
-    """Name the hardware, in words that fit an announcement; `number` of devices together."""
+    """Return the name of the hardware, short enough for an announcement. `number`: how many such devices there are."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines() if device.type == "cpu" else []
@@ -75,19 +79,20 @@ def hardware_name(device: torch.device, number: int = 1) -> str:
 
 
 def out_of_memory(error: object) -> ServerOutOfMemoryError | None:
-    """Translate `error` for a client if it means that memory ran out; None if it means something else."""
+    """Return the error for the client if `error` means that memory ran out, else None."""
     if isinstance(error, ServerOutOfMemoryError):
         return error
-    said_so = isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)
-    if not said_so and not isinstance(error, MemoryError | torch.OutOfMemoryError):
+    is_plain = isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)
+    if not is_plain and not isinstance(error, MemoryError | torch.OutOfMemoryError):
         return None
     return ServerOutOfMemoryError("this server ran out of memory: use another one, or ask for less at once")
 
 
-def log_lacks(errors: Iterable[object]) -> None:
-    """Log a line for each error that means that memory ran out and wasn't logged before.
+def log_out_of_memory(errors: Iterable[object]) -> None:
+    """Log a line for each error that means that memory ran out. Errors of other kinds are ignored.
 
-    The sessions of one forward share its error, so they give one line.
+    An error that several sessions of one forward share gives one line. A `ServerOutOfMemoryError` gives none, because
+    it was logged when it was made.
     """
     for error in {id(error): error for error in errors}.values():
         if not isinstance(error, ServerOutOfMemoryError) and out_of_memory(error):
@@ -96,10 +101,11 @@ def log_lacks(errors: Iterable[object]) -> None:
 
 
 def lost_context(error: object) -> str | None:
-    """Return the reason why this process can't compute any more, if `error` means that; else None.
+    """Return the reason if `error` means that this process can't compute any more, else None.
 
-    A follower has gone, or a failure of CUDA has ended the process's context: an index outside its table, a failed
-    kernel, or a lost device does so, lack of memory doesn't. Call it in the device thread.
+    There are two such reasons. A follower (a process of `--tensor_parallel`) has gone. Or CUDA has ended the context of
+    this process, after an index outside its table, a failed kernel or a lost device, but not after lack of memory. Call
+    it in the device thread: it waits for the device.
     """
     if isinstance(error, GroupLostError):
         return str(error)
@@ -116,7 +122,7 @@ def lost_context(error: object) -> str | None:
 
 @contextmanager
 def memory_errors_translated() -> Iterator[None]:
-    """Translate the errors of libraries that mean that memory ran out.
+    """Replace errors of libraries that mean that memory ran out by `ServerOutOfMemoryError`, and log them.
 
     Raises:
         ServerOutOfMemoryError: the code within ran out of memory.
@@ -127,25 +133,26 @@ def memory_errors_translated() -> Iterator[None]:
         found = out_of_memory(error)
         if found is None:
             raise
-        log_lacks([error])
+        log_out_of_memory([error])
         raise found from error
 
 
 @contextmanager
 def block_errors_translated() -> Iterator[None]:
-    """Translate the exceptions of blocks: unusable inputs are the sender's fault, lack of memory is no peer's fault.
+    """Replace exceptions of blocks by errors for the client.
 
     Raises:
-        RemoteProtocolError, ServerOutOfMemoryError: the blocks within failed.
+        ServerOutOfMemoryError: memory ran out, which is no peer's fault.
+        RemoteProtocolError: the blocks failed otherwise. The sender of their inputs is blamed.
     """
     try:
         yield
     except SwarmError:
         raise
     except Exception as error:
-        if lacking := out_of_memory(error):
-            log_lacks([error])
-            raise lacking from error
+        if found := out_of_memory(error):
+            log_out_of_memory([error])
+            raise found from error
         reason = f"{type(error).__name__}: {str(error).strip().split(chr(10))[0][:300]}"
         raise RemoteProtocolError(f"the blocks can't run on these inputs: {reason}") from error
 
@@ -160,7 +167,7 @@ def on_device(inputs: BlockInputs, blocks: BlockSpan) -> BlockInputs:
 
 
 class Accelerator(Protocol):
-    """The device thread's view of a device that isn't the processor itself."""
+    """A device other than the CPU, as the device thread uses it: it works through a queue, and must be waited for."""
 
     def fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Wait until the device has done all queued work, and copy the tensors into host memory.
@@ -171,20 +178,20 @@ class Accelerator(Protocol):
 
 
 class DeviceStream:
-    """The torch stream on which the device thread computes."""
+    """The accelerator of real devices: waits for the torch stream on which the device thread computes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         copies = [queued_copy(tensor) if tensor.device == self._device else tensor for tensor in tensors]
-        # Not the whole device: offloaded blocks may be on their way to it at the same time.
+        # Don't wait for the whole device: copies of offloaded blocks may run at the same time.
         torch.accelerator.current_stream(self._device).synchronize()
         return copies
 
 
 def accelerator_of(device: torch.device) -> Accelerator | None:
-    """Return the accelerator of a device; None for a processor, whose calls return when they are done."""
+    """Return the accelerator of a device; None for the CPU, where a call returns when its work is done."""
     return None if device.type == "cpu" else DeviceStream(device)
 
 
@@ -203,26 +210,27 @@ def total_bytes(device: torch.device) -> int:
 
 
 def usable_bytes(device: torch.device, max_memory: str | None = None) -> int:
-    """Bytes that blocks and caches may take now in all; `max_memory` as in the server's settings."""
+    """Total bytes that blocks and caches may take now. `max_memory`: the server's setting (`ServerConfig`)."""
     if max_memory is None:
         return int(free_bytes(device) * FREE_SHARE)
     return memory_limit_bytes(max_memory, total_bytes(device))
 
 
 def cache_bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype) -> int:
-    """Estimate the bytes of one position of a session on one block, from the config; too many rather than too few.
+    """Estimate from the config how many bytes one position of a session takes on one block; rather too many.
 
-    Once blocks are loaded, it is measured.
+    It is for planning only: once blocks are loaded, the bytes are measured.
     """
     if is_encoder(config):
         return 0
     config = text_config(config)
     blocks = config.per_layer_config if config.is_heterogeneous else (config,)
     with as_config_says(config.name_or_path):
-        return max(_of_one_block(block, dtype) for block in blocks)
+        return max(_bytes_on_one_block(block, dtype) for block in blocks)
 
 
-def _of_one_block(config: PreTrainedConfig, dtype: torch.dtype) -> int:
+def _bytes_on_one_block(config: PreTrainedConfig, dtype: torch.dtype) -> int:
+    """Bytes of the keys and values of one position on a block with this config."""
     heads = int(getattr(config, "num_attention_heads", None) or 1)
     if (rank := getattr(config, "qk_rope_head_dim", None)) is not None:  # DeepSeek: keys and values of all heads
         sizes = (rank, getattr(config, "qk_nope_head_dim", 0), getattr(config, "v_head_dim", 0))
@@ -232,9 +240,10 @@ def _of_one_block(config: PreTrainedConfig, dtype: torch.dtype) -> int:
 
 
 def num_blocks_that_fit(block_bytes: Sequence[int], cache_bytes: int, usable: int, num_offloaded: int = 0) -> int:
-    """Number of blocks that fit, each with this much cache; one may fit with less; 0 if not even one fits.
+    """Number of blocks that fit into `usable` bytes, each with `cache_bytes` of cache.
 
-    Offloaded blocks take no memory, except for those that are there while they compute.
+    It is 1 if one block fits only with less cache, and 0 if not even one block fits. Offloaded blocks take no memory
+    here, except for the few that are copied in to compute (`offload.num_slots`).
     """
     largest = max(block_bytes)
     usable_with_them = usable + (num_offloaded - num_slots(num_offloaded)) * largest
@@ -243,7 +252,8 @@ def num_blocks_that_fit(block_bytes: Sequence[int], cache_bytes: int, usable: in
 
 
 def num_to_offload(block_bytes: Sequence[int], cache_bytes: int, usable: int) -> int:
-    """Smallest number of blocks to offload so that all blocks fit with this much cache each; all if nothing fits."""
+    """Smallest number of blocks to offload with which all blocks and their caches fit; all blocks if no number does."""
+    # Not 1: a single block needs its whole size while it computes, so offloading it saves nothing.
     for number in range(len(block_bytes)):
         if number != 1 and num_blocks_that_fit(block_bytes, cache_bytes, usable, number) == len(block_bytes):
             return number
@@ -252,20 +262,25 @@ def num_to_offload(block_bytes: Sequence[int], cache_bytes: int, usable: int) ->
 
 @dataclass(frozen=True)
 class CacheRoom:
-    """Bytes for sessions, for prompts that sessions share, and for adapters that clients send."""
+    """The memory left by the blocks, divided by use; in bytes."""
 
     sessions: int
+    """For the KV caches of sessions."""
     pages: int
+    """For pages of prompts that sessions share."""
     adapters: int = 0
+    """For adapters that clients send."""
 
 
 def cache_room(
     left: int, *, bytes_per_token: int, bytes_per_session: int, session_tokens: int, prefix_tokens: int
 ) -> CacheRoom:
-    """Divide the memory that blocks have left.
+    """Divide the `left` bytes of memory that the blocks don't take.
+
+    `session_tokens` and `prefix_tokens`: wanted tokens of all sessions together, and of shared prompts.
 
     Raises:
-        ConfigurationError: too little for a session.
+        ConfigurationError: it is too little for one session of `LEAST_TOKENS`.
     """
     pages = int(min(bytes_per_token * prefix_tokens, max(0, left) * PAGES_SHARE))
     wanted = bytes_per_token * session_tokens + bytes_per_session

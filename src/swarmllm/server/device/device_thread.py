@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from swarmllm.errors import BlocksNotServedError, LocalProtocolError, ServerOutOfMemoryError
 from swarmllm.models.span.packing import Packer, SessionCall
-from swarmllm.server.device.device import Accelerator, log_lacks, lost_context, out_of_memory
+from swarmllm.server.device.device import Accelerator, log_out_of_memory, lost_context, out_of_memory
 from swarmllm.server.device.niceness import Niceness
 from swarmllm.server.device.scheduler import HOUSE, Account, Budget, BurstWait, Priority, Scheduler, Work
 
@@ -556,7 +556,7 @@ class DeviceThread:
                 call.outputs.append(cast(Tensor, outcome))
                 if not call.num_tokens:
                     settled.append((call, outcome_of(partial(joined, call))))
-        log_lacks(outcome for _, outcome in settled)
+        log_out_of_memory(outcome for _, outcome in settled)
         return [(call, out_of_memory(outcome) or outcome) for call, outcome in settled]
 
     def _tell_loop(self, tell: Callable[[T], None], what: T) -> None:
