@@ -48,7 +48,9 @@ for name in ("HF_TOKEN", "SWARMLLM_INITIAL_PEERS", "SWARMLLM_LOG_LEVEL"):
 
 import psutil  # noqa: E402
 import pytest  # noqa: E402
+import uvloop  # noqa: E402
 from hypothesis import settings  # noqa: E402
+from packaging.version import Version  # noqa: E402
 from tests import forked  # noqa: E402
 from tests.left_tasks import GRACE_S, no_task_left_behind  # noqa: E402
 
@@ -173,10 +175,11 @@ def leaked_thread(thread: threading.Thread, before: set[threading.Thread]) -> bo
     """True if a test started this thread and should have ended it.
 
     tqdm's monitor and the kernels' threads serve the whole process. Pools of a gateway that many tests share grow when
-    they are used; they end with the thread of its web server.
+    they are used; they end with the thread of its web server. uvloop names the threads of its loops since 0.23.
     """
+    of_loops = "uvloop_" if Version(uvloop.__version__) >= Version("0.23") else "ThreadPoolExecutor-"
     shared = type(thread).__name__ == "TMonitor" or thread.name.startswith(
-        ("generate_", "prepare chats_", "kernels_", "uvloop_")
+        ("generate_", "prepare chats_", "kernels_", of_loops)
     )
     return thread.is_alive() and thread not in before and not shared
 
