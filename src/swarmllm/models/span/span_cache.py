@@ -47,6 +47,19 @@ class BufferedCacheLayer(DynamicLayer):
         self.value_buffer, self.values = _append(self.value_buffer, value_states, start, self.length)
         return self.keys, self.values
 
+    def extend(self, num_positions: int) -> "StoredRows":
+        """Make room for so many positions, which the caller writes to the buffers itself."""
+        assert self.key_buffer is not None
+        assert self.value_buffer is not None
+        start, end = self.length, self.length + num_positions
+        if end > self.key_buffer.shape[-2]:
+            self.key_buffer, self.value_buffer = (
+                _larger(buffer, start, end, buffer) for buffer in (self.key_buffer, self.value_buffer)
+            )
+        self.length = end
+        self._refresh_views()
+        return StoredRows(self.key_buffer, self.value_buffer, start)
+
     def part(self, start: int, end: int) -> tuple[Tensor, Tensor] | None:
         """Copies of the keys and values of positions `[start, end)`; None if this block keeps none of its own."""
         if not self.is_initialized:
@@ -79,13 +92,33 @@ class BufferedCacheLayer(DynamicLayer):
 def _append(buffer: Tensor | None, new: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
     """Write `new` at `[start, end)` of the sequence axis; returns (the buffer, its filled part)."""
     if buffer is None or end > buffer.shape[-2]:
-        capacity = -(-end // CHUNK_TOKENS) * CHUNK_TOKENS
-        larger = new.new_empty((*new.shape[:-2], capacity, new.shape[-1]))
-        if buffer is not None and start:
-            larger.narrow(-2, 0, start).copy_(buffer.narrow(-2, 0, start))
-        buffer = larger
+        buffer = _larger(buffer, start, end, new)
     buffer.narrow(-2, start, end - start).copy_(new)
     return buffer, buffer.narrow(-2, 0, end)
+
+
+def _larger(buffer: Tensor | None, start: int, end: int, like: Tensor) -> Tensor:
+    """A buffer with room for `end` positions and the first `start` of the old one."""
+    capacity = -(-end // CHUNK_TOKENS) * CHUNK_TOKENS
+    larger = like.new_empty((*like.shape[:-2], capacity, like.shape[-1]))
+    if buffer is not None and start:
+        larger.narrow(-2, 0, start).copy_(buffer.narrow(-2, 0, start))
+    return larger
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class StoredRows:
+    """A block's buffers of a session, `[batch, heads, positions, head]`, and the place of the first new position."""
+
+    keys: Tensor
+    values: Tensor
+    start: int
+
+    def addresses(self, row: int) -> tuple[int, int, int, int]:
+        """Addresses of a row's keys and values, and the number of positions that each has room for."""
+        keys, values = self.keys, self.values
+        of_row = row and row * keys.stride(0) * keys.itemsize, row and row * values.stride(0) * values.itemsize
+        return keys.data_ptr() + of_row[0], values.data_ptr() + of_row[1], keys.shape[2], values.shape[2]
 
 
 @dataclass(frozen=True)
@@ -226,6 +259,19 @@ class SpanCache(PhantomCache):
         if self.cross is not None:
             self.cross.reorder_cache(order)
         self.source = {name: tensor.index_select(0, order.to(tensor.device)) for name, tensor in self.source.items()}
+
+    def can_extend(self, batch_size: int) -> bool:
+        """True if `extend` works: each block has buffers for so many rows."""
+        return all(
+            type(layer) is BufferedCacheLayer and layer.key_buffer is not None and len(layer.key_buffer) == batch_size
+            for layer in self._hosted_layers()
+        )
+
+    @torch.inference_mode()
+    def extend(self, num_positions: int) -> list[StoredRows]:
+        """Make room for new positions in all hosted blocks; the caller writes their keys and values, then calls
+        `advance`."""
+        return [layer.extend(num_positions) for layer in self._hosted_layers()]
 
     def source_of(self, given: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The encoder's outputs that the blocks attend to: those of the first call, kept for the later ones."""
