@@ -62,7 +62,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> BlockSpan:
     return load("llama", tmp_path_factory.mktemp("llama"))
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma", "olmo2", "granite", "gpt_neox", "cohere", "glm4"])
+@pytest.mark.parametrize(
+    "model_type", ["llama", "qwen3", "gemma", "olmo2", "granite", "gpt_neox", "cohere", "glm4", "gpt2", "gemma3_text"]
+)
 def test_sessions_together_as_by_the_models_code(model_type: str, tmp_path: Path) -> None:
     sessions = Sessions(load(model_type, tmp_path))
     assert sessions.packer.traces
@@ -73,8 +75,12 @@ def test_sessions_together_as_by_the_models_code(model_type: str, tmp_path: Path
     assert rows == [1 + 2 + 2 + 5, 1 + 2 + 1 + 1, 3 + 2 + 1], "all but prompts"
 
 
-def test_rollback_and_reordered_rows(llama: BlockSpan) -> None:
-    sessions = Sessions(llama, rows=(1, 2, 1))
+@pytest.mark.parametrize("model_type", ["llama", "mistral"])
+def test_rollback_and_reordered_rows(model_type: str, tmp_path: Path) -> None:
+    sessions = Sessions(load(model_type, tmp_path), rows=(1, 2, 1))
+    assert sessions.packer.traces
+    for cache in (*sessions.packed, *sessions.alone):
+        cache.record_past()
     sessions.step((130, 2, 4))
     sessions.step((1, 1, 1))
     for caches in (sessions.packed, sessions.alone):

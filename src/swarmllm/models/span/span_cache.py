@@ -2,7 +2,7 @@
 
 transformers' own layer of full attention concatenates all keys and values in every step, which for a long context
 costs more than the block's attention. `BufferedCacheLayer` writes into a buffer that grows by whole chunks, and
-returns a view: the same numbers, bit by bit.
+returns a view: the same numbers, bit by bit. `BufferedWindowLayer` is the same for a sliding window.
 
 `BlockSpan.new_cache` makes a cache; only the device thread touches it.
 """
@@ -89,6 +89,86 @@ class BufferedCacheLayer(DynamicLayer):
             self.values = self.value_buffer.narrow(-2, 0, self.length)
 
 
+class BufferedWindowLayer(DynamicSlidingWindowLayer):
+    """A cache layer with a sliding window; `keys` and `values` are views of the last positions in the buffers."""
+
+    def __init__(self, sliding_window: int) -> None:
+        super().__init__(sliding_window)
+        self.key_buffer: Tensor | None = None
+        self.value_buffer: Tensor | None = None
+        self.end = 0
+        """Positions in the buffers, those before the window included."""
+
+    @property
+    def num_kept(self) -> int:
+        """Positions in `keys`, the last ones of the buffers."""
+        return self.keys.shape[-2] if self.keys is not None and self.keys.ndim > 1 else 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append `[batch, heads, new, head]`; return all keys and values that these may see."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        kept, new = self.num_kept, key_states.shape[-2]
+        start = self._make_room(key_states, value_states, new)
+        for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
+            buffer.narrow(-2, start, new).copy_(states)
+        self._advance(new)
+        return self._last(min(kept, self.sliding_window - 1) + new if self.record_past else kept + new)
+
+    def extend(self, num_positions: int) -> "StoredRows":
+        """Make room for so many positions, which the caller writes to the buffers itself."""
+        keys, values = self._buffers
+        start = self._make_room(keys, values, num_positions)
+        self._advance(num_positions)
+        return StoredRows(*self._buffers, start)
+
+    @property
+    def _buffers(self) -> tuple[Tensor, Tensor]:
+        assert self.key_buffer is not None
+        assert self.value_buffer is not None
+        return self.key_buffer, self.value_buffer
+
+    def _make_room(self, keys: Tensor, values: Tensor, new: int) -> int:
+        """The place of the next positions in the buffers, whose first two and last axes are those of these tensors."""
+        if self.key_buffer is None or self.end + new > self.key_buffer.shape[-2]:
+            kept = self.num_kept
+            self.key_buffer = _larger(self.keys if kept else None, kept, kept + new, keys)
+            self.value_buffer = _larger(self.values if kept else None, kept, kept + new, values)
+            self.end = kept
+        return self.end
+
+    def _advance(self, new: int) -> None:
+        kept = self.num_kept
+        self.end += new
+        self.cumulative_length += new
+        if not self.record_past and self.sliding_window > 1:
+            self.keys, self.values = self._last(min(kept + new, self.sliding_window - 1))
+        else:
+            self.keys, self.values = self._last(kept + new)
+
+    def _last(self, number: int) -> tuple[Tensor, Tensor]:
+        """Views of the last positions."""
+        keys, values = self._buffers
+        return keys.narrow(-2, self.end - number, number), values.narrow(-2, self.end - number, number)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` positions (transformers counts them as a negative number)."""
+        if self.is_initialized:
+            super().crop(tokens_to_remove)
+            self.end -= abs(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Keep the rows `beam_idx` of the batch, in that order."""
+        if self.key_buffer is not None:
+            order, kept = beam_idx.to(self.key_buffer.device), self.num_kept
+            self.key_buffer, self.value_buffer = (buffer.index_select(0, order) for buffer in self._buffers)
+            self.keys, self.values = self._last(kept)
+
+
+BUFFERED = (BufferedCacheLayer, BufferedWindowLayer)
+"""The layers whose keys and values others may write."""
+
+
 def _append(buffer: Tensor | None, new: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
     """Write `new` at `[start, end)` of the sequence axis; returns (the buffer, its filled part)."""
     if buffer is None or end > buffer.shape[-2]:
@@ -166,6 +246,8 @@ class SpanCache(PhantomCache):
                 self.layers[block_idx - first] = PagedLayer(self.table, block_idx, _window_of(layer))
             elif type(layer) is DynamicLayer:
                 self.layers[block_idx - first] = BufferedCacheLayer()
+            elif type(layer) is DynamicSlidingWindowLayer:
+                self.layers[block_idx - first] = BufferedWindowLayer(layer.sliding_window)
         self.span, self._first = span, first
         self.cross = DynamicCache() if has_source else None
         """Keys and values of the encoder's outputs, which never grow."""
@@ -202,8 +284,7 @@ class SpanCache(PhantomCache):
         return {
             block_idx: ((layer.keys.shape[1], layer.keys.shape[3]), (layer.values.shape[1], layer.values.shape[3]))
             for block_idx in self.span
-            if type(layer := self.layers[block_idx - self._first]) in (BufferedCacheLayer, DynamicSlidingWindowLayer)
-            and layer.is_initialized
+            if type(layer := self.layers[block_idx - self._first]) in BUFFERED and layer.is_initialized
         }
 
     def advance(self, num_tokens: int) -> None:
@@ -263,7 +344,7 @@ class SpanCache(PhantomCache):
     def can_extend(self, batch_size: int) -> bool:
         """True if `extend` works: each block has buffers for so many rows."""
         return all(
-            type(layer) is BufferedCacheLayer and layer.key_buffer is not None and len(layer.key_buffer) == batch_size
+            type(layer) in BUFFERED and layer.key_buffer is not None and len(layer.key_buffer) == batch_size
             for layer in self._hosted_layers()
         )
 
@@ -373,7 +454,7 @@ class SpanCache(PhantomCache):
 
 def can_be_paged(layer: Any) -> bool:
     """True if keys and values of such a layer can be kept in pages."""
-    return type(layer) in (DynamicLayer, BufferedCacheLayer, DynamicSlidingWindowLayer, PagedLayer)
+    return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer, PagedLayer, *BUFFERED)
 
 
 def _window_of(layer: Any) -> int:

@@ -12,6 +12,7 @@ Only for blocks with weights that our kernels multiply: other blocks compute exa
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -192,10 +193,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def pow(self, args: Any, kwargs: Any, out: Tensor) -> None:
         base, exponent = args[:2]
-        if not isinstance(exponent, int | float) or exponent not in (2, 0.5, -0.5):
+        if not isinstance(exponent, int | float) or exponent not in (2, 3, 0.5, -0.5):
             raise _Unsupported(f"the power {exponent}")
-        if exponent == 2:
+        if exponent >= 2:
             self._add(Kind.MULTIPLY, out, [base, base])
+            if exponent == 3:
+                self.operations[-1] = replace(self.operations[-1], rounds=False)
+                self._add(Kind.MULTIPLY, out, [out, base])
         else:
             self._add(Kind.ROOT if exponent > 0 else Kind.INVERSE_ROOT, out, [base])
 
