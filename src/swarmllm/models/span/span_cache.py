@@ -102,7 +102,7 @@ class BufferedWindowLayer(DynamicSlidingWindowLayer):
     @property
     def num_kept(self) -> int:
         """Positions in `keys`, the last ones of the buffers."""
-        return self.keys.shape[-2] if self.keys is not None and self.keys.ndim > 1 else 0
+        return self.keys.shape[-2] if self.is_initialized and self.keys.ndim > 1 else 0
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append `[batch, heads, new, head]`; return all keys and values that these may see."""
