@@ -23,7 +23,10 @@ BIG = 2 << 20
 @pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
 @pytest.mark.parametrize("where", ["over TLS", "on one machine"])
 def test_a_stream_that_is_used_moves(loop_factory: Callable[[], asyncio.AbstractEventLoop], where: str) -> None:
+    mistakes: list[dict[str, object]] = []
+
     async def run() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: mistakes.append(context))
         dialler, change = DirectDialler(), {"directory": ""} if where == "over TLS" else {"port": 1}
         async with opened_door() as door, greeted(door, dialler, change) as (client, server):
             assert client.offered is not None  # signs of life are no use
@@ -45,6 +48,7 @@ def test_a_stream_that_is_used_moves(loop_factory: Callable[[], asyncio.Abstract
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(run())
+    assert not mistakes
 
 
 @pytest.mark.parametrize(

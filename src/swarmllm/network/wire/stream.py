@@ -22,6 +22,7 @@ import asyncio
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -474,8 +475,8 @@ class FrameStream(asyncio.Protocol):
             self._timer.cancel()
         self._transport = None
         if self._move is not None:
-            for transport in (self._move.new,) if self.is_moved else (self._move.old, self._move.new):
-                self._loop.call_soon(_abort, transport)  # later, because one of them is just being lost
+            for transport in () if self.is_moved else (self._move.old, self._move.new):
+                self._loop.call_soon(abort_transport, transport)  # later, because one of them is just being lost
             if not self._move.moved.done():
                 self._move.moved.set_result(None)
         if not self.gone.done():
@@ -523,8 +524,9 @@ class Left(asyncio.Protocol):
         self._timer.cancel()
 
 
-def _abort(transport: asyncio.Transport) -> None:
-    if transport.get_protocol() is not None:  # else it is lost already, and asyncio's transports fail
+def abort_transport(transport: asyncio.WriteTransport) -> None:
+    """Abort a transport that may be lost already. asyncio's fail then if it happened in a certain way."""
+    with suppress(AttributeError):
         transport.abort()
 
 
