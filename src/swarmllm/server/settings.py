@@ -16,6 +16,7 @@ from swarmllm.config import (
     PeerConfig,
     default_cache_dir,
     hub_token,
+    in_file,
     require_known,
     require_positive,
 )
@@ -93,7 +94,7 @@ class ServerLimits:
     until the blocks are loaded again. None = they stay."""
     max_batch_tokens: int = 8192
     """Most tokens of one forward or backward request."""
-    max_batch_sessions: int = 64
+    max_batch_sessions: int = in_file(64)
     """Most sessions whose steps are computed together; 1 = one after the other. Assumed: larger batches gain little,
     and each step waits for all."""
     compression: str = "auto"
