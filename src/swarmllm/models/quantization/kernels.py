@@ -11,9 +11,11 @@ import functools
 import itertools
 import logging
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,7 @@ class _Weight(ctypes.Structure):
         ("divides", ctypes.c_int32),
         ("group_bytes", ctypes.c_int32),
         ("zero_kind", ctypes.c_int32),
+        ("rounds_inputs", ctypes.c_int32),
         ("codes", ctypes.c_void_p),
         ("scale", ctypes.c_void_p),
         ("zero", ctypes.c_void_p),
@@ -109,6 +112,11 @@ def int8_version() -> int:
     return int(library().swarmllm_int8_version(level()))
 
 
+def rounded_bytes(columns: int) -> int:
+    """Bytes of a rounded input."""
+    return int(library().swarmllm_rounded_bytes(columns))
+
+
 def multiplies_bytes() -> bool:
     """True if this processor multiplies rounded inputs faster than exact ones: it has AVX-VNNI, or AVX-512's VNNI.
 
@@ -116,6 +124,24 @@ def multiplies_bytes() -> bool:
     16.5 with exact inputs; q4_k 0.43, 0.96 and 8.9 against 0.44, 1.6 and 19. With AVX2 alone 128 take 29.
     """
     return library() is not None and int8_version() >= 3
+
+
+class _Recording(threading.local):
+    record: "Callable[[Matrix, Tensor, Tensor], None] | None" = None
+
+
+_recording = _Recording()
+"""A function that this thread's products are told to."""
+
+
+@contextmanager
+def products_recorded(record: "Callable[[Matrix, Tensor, Tensor], None]") -> Iterator[None]:
+    """Within: call `record` with the matrix, the inputs and the outputs of each product of this thread."""
+    _recording.record = record
+    try:
+        yield
+    finally:
+        _recording.record = None
 
 
 class Matrix:
@@ -162,6 +188,7 @@ class Matrix:
             divides,
             codes.shape[1] // groups,
             0 if zero is None else _NUMBERS[zero.dtype],
+            0,
             *(None if one is None else one.data_ptr() for one in self._tensors),
         )
 
@@ -176,13 +203,15 @@ class Matrix:
             )
 
         self._in_parts(part)
+        if _recording.record is not None:
+            _recording.record(self, inputs, outputs)
         return outputs
 
     def multiply_rounded(self, inputs: Tensor) -> Tensor:
         """The same, of inputs that are rounded to 8 bits in groups of `ROUNDED`."""
         inputs, num_inputs = inputs.contiguous(), inputs.shape[0]
         outputs, version = inputs.new_empty(num_inputs, self.rows), int8_version()
-        rounded = torch.empty(num_inputs * library().swarmllm_rounded_bytes(self.columns), dtype=torch.uint8)
+        rounded = torch.empty(num_inputs * rounded_bytes(self.columns), dtype=torch.uint8)
         library().swarmllm_round_inputs(version, inputs.data_ptr(), num_inputs, self.columns, rounded.data_ptr())
 
         def part(start: int, end: int) -> None:
@@ -191,7 +220,20 @@ class Matrix:
             )
 
         self._in_parts(part)
+        if _recording.record is not None:
+            self._weight.rounds_inputs = True
+            _recording.record(self, inputs, outputs)
         return outputs
+
+    @property
+    def floats_of_input(self) -> int:
+        """Floats that an input takes as it is multiplied."""
+        return rounded_bytes(self.columns) // 4 if self._weight.rounds_inputs else self.columns
+
+    @property
+    def address(self) -> int:
+        """The address of the matrix as `weight.h` describes it."""
+        return ctypes.addressof(self._weight)
 
     def dequantize(self, start: int, end: int) -> Tensor:
         """Rows in float32."""

@@ -12,6 +12,7 @@ typedef struct {
     int32_t divides;             /* whether `factor` divides the scale */
     int32_t group_bytes;         /* of the codes of a group of PLANES */
     int32_t zero_kind;
+    int32_t rounds_inputs;       /* whether steps (step.h) multiply by inputs of 8 bits */
     const uint8_t *codes;        /* [rows, bytes of a row] */
     const void *scale;           /* [rows, groups]; GGUF's are among the codes */
     const void *zero;            /* [rows, groups] or NULL */
@@ -52,3 +53,10 @@ INLINE int64_t row_bytes(const weight *w) {
            : w->codes_kind == PAIRS  ? w->columns / 2
                                      : w->columns;
 }
+
+/* Products with inputs of 8 bits, of int8_kernels.c. */
+int64_t swarmllm_int8_version(int64_t level);
+int64_t swarmllm_rounded_bytes(int64_t columns);
+void swarmllm_round_inputs(int64_t version, const float *inputs, int64_t num, int64_t columns, void *rounded);
+void swarmllm_multiply_rounded(int64_t version, const weight *w, int64_t start, int64_t end, const void *rounded,
+                               int64_t num_inputs, float *outputs, int64_t stride);
