@@ -16,6 +16,7 @@ from swarmllm.config import (
     PeerConfig,
     default_cache_dir,
     hub_token,
+    in_file,
     require_known,
     require_positive,
 )
@@ -28,6 +29,9 @@ QUANT_TYPES = (
     "int6",
 )  # fmt: skip
 """Formats of weights, described in `models/quantization`; listed here because --help may import nothing heavy."""
+
+SEARCHED = ("q8_0", "q6_k", "q5_k", "q4_k")
+"""Those that a calibration is for."""
 
 DEVICE_KINDS = ("cpu", "cuda", "mps", "xpu")
 """Kinds of devices that blocks can compute on; the last two have never been tried."""
@@ -90,7 +94,7 @@ class ServerLimits:
     until the blocks are loaded again. None = they stay."""
     max_batch_tokens: int = 8192
     """Most tokens of one forward or backward request."""
-    max_batch_sessions: int = 64
+    max_batch_sessions: int = in_file(64)
     """Most sessions whose steps are computed together; 1 = one after the other. Assumed: larger batches gain little,
     and each step waits for all."""
     compression: str = "auto"
@@ -114,6 +118,9 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
     device_map: tuple[str, ...] = ()
     """Number of blocks for each device: cuda:0=12 cpu=4. It replaces `device` and `num_blocks`. With `block_indices`,
     the devices share those blocks in this order. Each device has a server process of its own."""
+    calibration: str | None = None
+    """File that `swarmllm calibrate` has written for this model. The search of q8_0, q6_k, q5_k and q4_k then lets an
+    error count more if the inputs of that weight are large. None = all errors count alike."""
     machine: str = field(default="", metadata={"flag": False})
     """Name of the servers that were started together, for several devices of one machine."""
     peers_beside: bool = field(default=False, metadata={"flag": False})
@@ -209,6 +216,11 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
         if self.max_memory is not None:
             memory_limit_bytes(self.max_memory, 1 << 40)
         require_known("quant_type", self.quant_type, QUANT_TYPES)
+        if self.calibration is not None and self.quant_type not in SEARCHED:
+            raise ConfigurationError(
+                f"--calibration is for weights that are rounded by a search: give --quant_type {', '.join(SEARCHED)}, "
+                f"or leave --calibration out (quant_type is {self.quant_type})"
+            )
         require_known("compression", self.compression, COMPRESSIONS)
         require_known("reachability", self.reachability, REACHABILITIES)
         if self.reachability == "private" and self.announce_maddrs:

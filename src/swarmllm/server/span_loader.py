@@ -8,12 +8,14 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from swarmllm.config import own_cache_dir
 from swarmllm.data_structures import Span, SwarmSnapshot, size_in_words
 from swarmllm.errors import ConfigurationError, SwarmError, WeightsMismatchError
+from swarmllm.files import user_path
 from swarmllm.models.architecture import blocks_class, parts_of
+from swarmllm.models.checkpoint.calibration import read_calibration
 from swarmllm.models.checkpoint.checkpoint import Checkpoint, resolve_dtype
 from swarmllm.models.checkpoint.skeleton import block_bytes, named_blocks, on_meta
 from swarmllm.models.parallel.shared import Group
@@ -86,12 +88,27 @@ class SpanLoader:
         self._usable_bytes = usable_bytes(self.device, config.max_memory)
         self.dtype = resolve_dtype(checkpoint, config.dtype)
         self.quantization = resolve_quantization(config.quant_type)
+        if config.calibration is not None:
+            self.quantization = replace(self.quantization, calibration=self._read_calibration(config.calibration))
         alone = config.adapters or config.offload or config.tensor_parallel > 1
         if checkpoint.config.is_encoder_decoder and alone:
             raise ConfigurationError(
                 "adapters, offload and tensor_parallel are for models without an encoder: leave them out for this one"
             )
         self.adapters = ServedAdapters(config.adapters, checkpoint, token=config.token, cache_dir=config.cache_dir)
+
+    def _read_calibration(self, path: str) -> dict[str, Tensor]:
+        """Read the user's file.
+
+        Raises:
+            ConfigurationError: it can't be used.
+        """
+        if self._checkpoint.comes_packed:
+            raise ConfigurationError(
+                f"the weights of {self._checkpoint.public_name} are stored in few bits and stay as they are: leave "
+                "--calibration out"
+            )
+        return read_calibration(user_path(path))
 
     def choose_span(self, others: SwarmSnapshot) -> Span:
         """Choose the blocks that the swarm of all others lacks most, as many as were asked for or fit.
