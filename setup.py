@@ -31,7 +31,7 @@ class AnyPython(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
-HEADERS = ("products", "side_by_side", "vectors", "weight", "bit_planes", "gguf_blocks")
+HEADERS = ("products", "side_by_side", "vectors", "weight", "bit_planes", "gguf_blocks", "step", "step_line")
 
 setup(
     cmdclass={"build_ext": BuildKernels, "bdist_wheel": AnyPython},
@@ -41,6 +41,7 @@ setup(
             [f"{HERE}/{name}.c" for name in ("kernels", "products_3", "products_4")],
             depends=[f"{HERE}/{name}.h" for name in HEADERS],
             extra_compile_args=["-O3", "-fno-math-errno", "-fno-trapping-math", "-g0"],
+            libraries=["m"],
             optional=True,
         )
     ],

@@ -25,6 +25,7 @@ SERVER = {"model": "m", "new_swarm": True}
         {"max_batch_tokens": 0},
         {"max_message_bytes": 0},
         {"compression": "zip"},
+        {"head": "int4"},
         {"active_adapter": ""},
         {"activation_noise": -0.1},
         {"activation_noise": float("inf")},

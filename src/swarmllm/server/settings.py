@@ -16,6 +16,7 @@ from swarmllm.config import (
     PeerConfig,
     default_cache_dir,
     hub_token,
+    in_file,
     require_known,
     require_positive,
 )
@@ -93,7 +94,7 @@ class ServerLimits:
     until the blocks are loaded again. None = they stay."""
     max_batch_tokens: int = 8192
     """Most tokens of one forward or backward request."""
-    max_batch_sessions: int = 64
+    max_batch_sessions: int = in_file(64)
     """Most sessions whose steps are computed together; 1 = one after the other. Assumed: larger batches gain little,
     and each step waits for all."""
     compression: str = "auto"
@@ -132,6 +133,10 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
     reachability: str = "auto"
     """How other peers reach this server: auto, public or private. auto = ask some of them; private = they can't dial
     it, so they reach it through relays. `--announce_maddrs` means public."""
+    direct_port: int | None = None
+    """TCP port on which other peers send hidden states without passing libp2p's daemons, which is faster. auto = any
+    free one, and none with `announce_maddrs`, because others couldn't reach it; 0 = none. Peers that can't reach it use
+    the daemons."""
     public_name: str | None = None
     """Name for `status` and web pages; 64 characters at most. None = the host's name and the end of the peer id. Give
     an empty text to announce no name."""
@@ -204,6 +209,8 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
             raise ConfigurationError(f"prefix_cache_tokens must be 0 (off) or more, not {self.prefix_cache_tokens}")
         if not 0 <= self.balance_quality <= 1:
             raise ConfigurationError(f"balance_quality must be 0 to 1, not {self.balance_quality}")
+        if self.direct_port is not None and not 0 <= self.direct_port < 1 << 16:
+            raise ConfigurationError(f"direct_port must be 0 to 65535, not {self.direct_port}")
         if self.metrics_port is not None and not 0 <= self.metrics_port < 1 << 16:
             raise ConfigurationError(f"metrics_port must be 0 to 65535, not {self.metrics_port}")
         if self.max_memory is not None:

@@ -269,6 +269,7 @@ class SpanLoader:
         if blocks.pool is not None:
             with stage("recording decode steps"):
                 packer.record()
+        packer.trace()
         return packer
 
     def _room(self, stacks: Sequence[StackBlocks]) -> CacheRoom:

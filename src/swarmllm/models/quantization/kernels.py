@@ -11,9 +11,11 @@ import functools
 import itertools
 import logging
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +95,24 @@ def level() -> int:
     return min(wished, int(library().swarmllm_level()))
 
 
+class _Recording(threading.local):
+    record: "Callable[[Matrix, Tensor, Tensor], None] | None" = None
+
+
+_recording = _Recording()
+"""A function that this thread's products are told to."""
+
+
+@contextmanager
+def products_recorded(record: "Callable[[Matrix, Tensor, Tensor], None]") -> Iterator[None]:
+    """Within: call `record` with the matrix, the inputs and the outputs of each product of this thread."""
+    _recording.record = record
+    try:
+        yield
+    finally:
+        _recording.record = None
+
+
 class Matrix:
     """One packed matrix, as the kernels want it."""
 
@@ -146,7 +166,14 @@ class Matrix:
             )
 
         self._in_parts(part)
+        if _recording.record is not None:
+            _recording.record(self, inputs, outputs)
         return outputs
+
+    @property
+    def address(self) -> int:
+        """The address of the matrix as `weight.h` describes it."""
+        return ctypes.addressof(self._weight)
 
     def dequantize(self, start: int, end: int) -> Tensor:
         """Rows in float32."""
