@@ -31,13 +31,21 @@ LEVELS = [1, 3, 4]
 """Kinds of processors for which the kernels are compiled."""
 
 
-def load(model_type: str, directory: Path, dtype: torch.dtype = torch.float32, quant_type: str = "int8") -> BlockSpan:
+def load(
+    model_type: str,
+    directory: Path,
+    dtype: torch.dtype = torch.float32,
+    quant_type: str = "int8",
+    activations: str = "none",
+) -> BlockSpan:
     if not (directory / "config.json").exists():
         save_tiny(model_type, directory)
     quantization = Quantization(quant_type, smallest=1)  # type: ignore[arg-type]
     checkpoint = open_checkpoint(str(directory))
     span = Span(0, NUM_BLOCKS)
-    return load_block_span(checkpoint, span, dtype=dtype, quantization=quantization, progress=False)
+    return load_block_span(
+        checkpoint, span, dtype=dtype, quantization=quantization, activations=activations, progress=False
+    )
 
 
 @contextmanager
@@ -111,8 +119,9 @@ def test_positions_that_clients_send(llama: BlockSpan) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_row_is_the_same_in_any_company(dtype: torch.dtype, tmp_path: Path) -> None:
-    blocks = load("qwen2", tmp_path, dtype)
+@pytest.mark.parametrize("activations", ["none", "int8"])
+def test_a_row_is_the_same_in_any_company(dtype: torch.dtype, activations: str, tmp_path: Path) -> None:
+    blocks = load("qwen2", tmp_path, dtype, activations=activations)
     packer, random = packer_of(blocks), torch.Generator().manual_seed(1)
     together, alone = ([blocks.new_cache() for _ in range(5)] for _ in range(2))
     for idx, caches in enumerate(zip(together, alone, strict=True)):
@@ -130,6 +139,25 @@ def test_a_row_is_the_same_in_any_company(dtype: torch.dtype, tmp_path: Path) ->
                     for one in hidden]  # fmt: skip
             assert isinstance(got, Tensor)
             assert torch.equal(got, torch.cat(each, 1))  # type: ignore[arg-type]
+
+
+def test_lines_round_their_inputs_as_the_models_code_does(tmp_path: Path) -> None:
+    blocks, exact = (load("llama", tmp_path, activations=one) for one in ("int8", "none"))
+    packer, given = packer_of(blocks), random_inputs(blocks, 1)
+    assert packer.traces
+    outputs = []
+    for span, run in ((blocks, None), (blocks, packer), (exact, None)):
+        cache = span.new_cache()
+        span.forward(random_inputs(blocks, 5), None, cache)
+        with lines_counted() as rows:
+            if run is None:
+                outputs.append(span.forward(given, None, cache))
+            else:
+                outputs += run.run_calls([SessionCall(given, span.span, cache)])
+                assert rows == [1]
+    own, traced, unrounded = outputs
+    assert relative_error(traced, own) <= relative_error(unrounded, own) / 3
+    assert relative_error(unrounded, own) > 1e-3
 
 
 @pytest.mark.parametrize("quant_type", ["int8", "int4", "q4_k", "q8_0", "int3"])

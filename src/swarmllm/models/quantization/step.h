@@ -191,12 +191,19 @@ INLINE void run_product(const instruction *is, const step *s) {
     float *outputs = s->arena + is->out.offset;
     const float *inputs = s->arena + is->one.offset;
     int64_t columns = is->matrix->columns, out = is->sizes[DIMS - 1];
-    if (s->num_rows > 1) { /* one after the other, as the kernels read them */
+    if (is->matrix->rounds_inputs) {
+        int64_t version = swarmllm_int8_version(LEVEL), bytes = swarmllm_rounded_bytes(columns);
         for (int64_t row = 0; row < s->num_rows; row++)
-            memcpy(s->inputs + row * columns, inputs + row * s->arena_floats, columns * sizeof(float));
-        inputs = s->inputs;
+            swarmllm_round_inputs(version, inputs + row * s->arena_floats, 1, columns, (char *)s->inputs + row * bytes);
+        swarmllm_multiply_rounded(version, is->matrix, 0, out, s->inputs, s->num_rows, outputs, s->arena_floats);
+    } else {
+        if (s->num_rows > 1) { /* one after the other, as the kernels read them */
+            for (int64_t row = 0; row < s->num_rows; row++)
+                memcpy(s->inputs + row * columns, inputs + row * s->arena_floats, columns * sizeof(float));
+            inputs = s->inputs;
+        }
+        OF_LEVEL(multiply)(is->matrix, 0, out, inputs, s->num_rows, outputs, s->arena_floats);
     }
-    OF_LEVEL(multiply)(is->matrix, 0, out, inputs, s->num_rows, outputs, s->arena_floats);
     for (int64_t row = 0; is->rounds && row < s->num_rows; row++)
         for (int64_t i = 0; i < out; i++)
             outputs[row * s->arena_floats + i] = rounded(outputs[row * s->arena_floats + i]);
