@@ -6,7 +6,7 @@ in several places, in any architecture, and an error between two products doesn'
 
 shared       matrices whose rows are spread, in the place of a block's weights; the group of followers
 follower     the program of a follower
-exchange     shared by both ends: tensors on their way, the group of processes, weights as they are
+exchange     shared by both ends: messages and their way, weights as they are
 
 Used by `span/loading`. A matrix is cut by its output features. So each output is the same sum as in one process, and
 the outputs are put side by side.
