@@ -29,6 +29,8 @@ TIMEOUT_S = 30.0
 """Most seconds for one tensor to pass. Assumed: all compute equally long, so a later process is frozen or gone."""
 BUFFER_BYTES = 1 << 20
 """Asked for; systems give less. A sender waits less often for the receiver."""
+MUTUAL_BYTES = 32 << 10
+"""Two processes send each other at most this much at once: it has to fit into a socket's buffer."""
 _LENGTH = struct.Struct("<Q")
 
 
@@ -230,10 +232,14 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, type):
             if issubclass(value, GgufBlocks):
-                return FORMS.__getitem__, (value.kind,)
+                return _form, (value.kind,)
             if getattr(sys.modules[value.__module__], value.__name__, value) is not value:  # made by `skeleton.pruned`
                 return _itself, (getattr(sys.modules[value.__module__], value.__name__),)
         return NotImplemented
+
+
+def _form(kind: int) -> type[GgufBlocks]:
+    return FORMS[kind]
 
 
 def _itself(value: Any) -> Any:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from swarmllm.models.parallel.exchange import (
+    MUTUAL_BYTES,
     Abandon,
     Call,
     Dequantize,
@@ -51,9 +52,9 @@ class Follower:
     is_stepping = True
     """`shared.SharedMatrix` asks; a follower multiplies in steps only."""
 
-    def __init__(self, link: Link, rank: int) -> None:
+    def __init__(self, link: Link, rank: int, size: int) -> None:
         self.rank = rank
-        self._link = link
+        self._link, self._size = link, size
         link.find = self._find
         self._weights: dict[int, Keep] = {}
         self._inputs = torch.empty(0)
@@ -77,14 +78,14 @@ class Follower:
             case Call():
                 self._call(command)
 
-    def exchanged(self, own: Tensor, combine: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
-        """The server's process combines the products of all, and each gets the result."""
+    def exchanged(self, own: Tensor, most_bytes: int, combine: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
+        """See `shared.Group.exchanged`: small products of two processes are combined in both, in the same order."""
         self._link.send(own)
-        whole = self._link.receive()
-        if isinstance(whole, Abandon):
+        received = self._link.receive()
+        if isinstance(received, Abandon):
             raise _AbandonedError
-        assert isinstance(whole, Tensor)
-        return whole
+        assert isinstance(received, Tensor)
+        return combine([received, own]) if self._size == 2 and most_bytes <= MUTUAL_BYTES else received
 
     def _call(self, call: Call) -> None:
         for number in call.dropped:
@@ -162,7 +163,7 @@ def main(rank: int, size: int, directory: str, device_name: str, num_threads: in
         torch.set_num_threads(num_threads)
     link.send("started")
     link.group = connected(rank, size, directory, device, timeout_s)
-    follower = Follower(link, rank)
+    follower = Follower(link, rank, size)
     link.send("connected")
     gc.freeze()
     with torch.inference_mode():

@@ -39,6 +39,7 @@ from swarmllm.errors import GroupLostError
 from swarmllm.files import PrivateDirectory
 from swarmllm.models.architecture import find_blocks
 from swarmllm.models.parallel.exchange import (
+    MUTUAL_BYTES,
     TIMEOUT_S,
     Abandon,
     Call,
@@ -231,9 +232,20 @@ class Group:
         self._names[value] = number
         weakref.finalize(value, self._dropped.append, number).atexit = False
 
+    def is_held(self, value: Any) -> bool:
+        """True if followers have something that stands for this object."""
+        return value in self._names
+
     def call(self, target: Any, method: str, *args: Any) -> None:
         """Have followers call a method of an object that they hold."""
         self._tell(Call(target, method, args, {}, dropped=self._dropped_numbers()))
+
+    def call_each(self, target: Any, method: str, arguments: Sequence[tuple[Any, ...]]) -> None:
+        """The same with other arguments for each follower."""
+        dropped = self._dropped_numbers()
+        with self._failures_translated():
+            for follower, args in zip(self._followers, arguments, strict=True):
+                follower.link.send(Call(target, method, args, {}, dropped=dropped))
 
     def ask(self, target: Any, method: str, *args: Any) -> list[Any]:
         """Return each follower's result of such a call."""
@@ -264,8 +276,11 @@ class Group:
         finally:
             self.is_stepping = False
 
-    def exchanged(self, own: Tensor, combine: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
-        """Combine the products of all processes, and give each the result."""
+    def exchanged(self, own: Tensor, most_bytes: int, combine: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
+        """Combine the products of all processes, which are of at most so many bytes, and give each the result."""
+        is_mutual = self.size == 2 and most_bytes <= MUTUAL_BYTES
+        if is_mutual:
+            self._tell(own)
         parts = [own]
         for follower in self._followers:
             with self._failures_translated():
@@ -275,7 +290,8 @@ class Group:
                 raise RuntimeError(f"follower {follower.rank}: {part.reason}")
             parts.append(part)
         whole = combine(parts)
-        self._tell(whole)
+        if not is_mutual:
+            self._tell(whole)
         return whole
 
     def _end_step(self) -> list[str]:
@@ -423,7 +439,7 @@ class Member(Protocol):
     rank: int
     is_stepping: bool
 
-    def exchanged(self, own: Tensor, combine: Callable[[Sequence[Tensor]], Tensor]) -> Tensor: ...
+    def exchanged(self, own: Tensor, most_bytes: int, combine: Callable[[Sequence[Tensor]], Tensor]) -> Tensor: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -492,11 +508,13 @@ class SharedMatrix(Packed):
         rank, size = self.group.rank, self.sizes[self.group.rank]
         if self.cut == "rows" and bias is not None and len(bias) != size:
             bias = bias.narrow(0, sum(self.sizes[:rank]), size)
+        widest = max(self.sizes) if self.cut == "rows" else self.own.shape[-2]
+        most_bytes = len(inputs) * widest * inputs.dtype.itemsize
         if self.cut == "columns":
-            whole: Tensor = self.group.exchanged(self._own_product(inputs, None), added)
+            whole: Tensor = self.group.exchanged(self._own_product(inputs, None), most_bytes, added)
             return whole if bias is None else whole + bias
         product = self._own_product(inputs, bias)
-        return product if self.is_paired else self.group.exchanged(product, _beside)
+        return product if self.is_paired else self.group.exchanged(product, most_bytes, _beside)
 
     def _own_product(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
         if len(inputs) == 0:

@@ -91,10 +91,17 @@ class Packed:
             if tensor.ndim < ndim or size == 1:  # for whole rows
                 return tensor
             if start * size % whole or end * size % whole:
-                raise ValueError(f"columns {start} to {end} of {whole} aren't whole groups of {type(self).__name__}")
+                raise ValueError(f"columns {start} to {end} of {whole} aren't whole groups")
             return tensor.narrow(-1, start * size // whole, (end - start) * size // whole)
 
+        if start % self._columns_together or end % self._columns_together:
+            raise ValueError(f"columns {start} to {end} aren't whole groups of {self._columns_together}")
         return self._each(cut)
+
+    @property
+    def _columns_together(self) -> int:
+        """Columns whose codes share bytes."""
+        return 1
 
     def _each(self, do: Callable[[Tensor], Tensor]) -> Self:
         return type(self)(**{name: do(tensor) for name, tensor in self.tensors().items()}, dtype=self.dtype)
