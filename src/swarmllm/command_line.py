@@ -15,6 +15,7 @@ import ast
 import asyncio
 import difflib
 import errno
+import gc
 import io
 import itertools
 import json
@@ -341,7 +342,8 @@ class Patience:
 def announced_imports(*, torch: bool = True) -> Iterator[None]:
     """While imports run, say so now and every few seconds. Silent if they are done already.
 
-    Enter it after the flags were checked.
+    Enter it after the flags were checked. Garbage is not collected meanwhile, and never looked for among what was
+    imported: imports leave a million objects and no garbage, and each scan of them takes some tenths of a second.
     """
     if ("torch" if torch else "hivemind") in sys.modules:
         yield
@@ -350,7 +352,12 @@ def announced_imports(*, torch: bool = True) -> Iterator[None]:
     logger.info("%s …", what)
     with Patience(logger.info) as patience:
         patience.wait_for(lambda: f"still {what}, from a slow disk or beside other programs")
-        yield
+        gc.disable()
+        try:
+            yield
+        finally:
+            gc.freeze()
+            gc.enable()
 
 
 def run_program(program: Callable[[], int | None], *, default_log_level: str = "INFO") -> int:

@@ -1,5 +1,6 @@
 """Lines of a terminal while something takes long."""
 
+import gc
 import sys
 from queue import SimpleQueue
 
@@ -42,3 +43,13 @@ def test_imports_that_last_are_announced_again(monkeypatch: pytest.MonkeyPatch) 
         found = [said.get(timeout=60) for _ in range(3)]
     assert found[0] == "importing PyTorch and transformers …"
     assert all(" s: still importing PyTorch and transformers" in line for line in found[1:])
+
+
+def test_what_is_imported_is_never_scanned_for_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    frozen = gc.get_freeze_count()
+    with announced_imports():
+        assert not gc.isenabled()
+        imported: list[list[int]] = [[] for _ in range(1000)]
+    assert gc.isenabled()
+    assert gc.get_freeze_count() >= frozen + len(imported)
