@@ -98,13 +98,19 @@ class PackedForward:
         past, blocks = min(call.cache.position for call in calls), self.blocks
         if blocks.is_together and blocks.group is not None and not blocks.group.is_held(self):
             blocks.group.hold(self, PackedForward, "__call__", blocks)
-        step = blocks.step(calls[0].inputs, [call.cache for call in calls], (self, "run_packed", calls, way))
+        step = blocks.step(calls[0].inputs, [call.cache for call in calls], (self, "follow", calls, way))
         with step, torch.inference_mode(), blocks.adapted(calls[0].inputs, calls[0].span, past):
             run = {Packing.PAGED: self._run_paged, Packing.RAGGED: self._run_ragged, Packing.PADDED: self._run_padded}
             outputs = run[way](calls)
             for call in calls:
                 call.cache.advance(call.inputs.seq_len)
         return outputs
+
+    def follow(self, calls: Sequence[SessionCall], way: Packing) -> None:
+        """Take part in `run_packed` of another process; its caches can go back to their state before."""
+        for call in calls:
+            call.cache.remember()
+        self.run_packed(calls, way)
 
     def _run_paged(self, calls: Sequence[SessionCall]) -> list[Tensor]:
         calls_in_row = sorted(calls, key=lambda call: call.inputs.seq_len > SHORT_TOKENS)

@@ -279,11 +279,10 @@ class SpanCache(PhantomCache):
                 vars(layer).update(state)
             self._tell("go_back")
 
-        self._tell("remember")
         return restore
 
     def remember(self) -> None:
-        """Keep the present state until the next time, for `go_back`."""
+        """Keep the present state for `go_back`; in a follower, before a step of several sessions."""
         self._restore = self.keep_state()
 
     def go_back(self) -> None:

@@ -52,35 +52,62 @@ POSITIONS = 8
 
 
 @dataclass(frozen=True)
-class _Half:
-    """A module that may be half a block: matrices that it enters by, and the one that it leaves by."""
+class _Module:
+    """A module with several matrices, which may be half a block."""
 
     module: nn.Module
-    entering: tuple[str, ...]
-    leaving: str
-    head_dim: int
-    """Size of an attention head; 0: it has none."""
+    weights: dict[str, QuantizedWeight]
+    """By the names of its linear layers."""
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return (*self.entering, self.leaving)
+    def key(self) -> object:
+        """A key that is equal for modules that can be cut in the same way."""
+        of_weights = ((name, type(one.packed), one.packed.shape, one.dtype) for name, one in self.weights.items())
+        return type(self.module), self.head_dim, *of_weights
 
-    def places(self, weights: dict[str, QuantizedWeight], num_processes: int) -> Iterator[dict[str, Place]]:
-        """Ways to cut its matrices."""
-        rows = [weights[name].packed.shape[0] for name in self.entering]
-        width = weights[self.leaving].packed.shape[1]
-        most, rest = divmod(gcd(width, *rows), self.head_dim or 1)
-        if rest:
-            return
-        for unit in UNITS if not self.head_dim else (1,):
-            num_units, rest = divmod(most, unit)
-            if rest or num_units < num_processes:
+    @property
+    def head_dim(self) -> int:
+        """Size of an attention head; 0: it has none."""
+        head_dim = getattr(self.module, "head_dim", None) or getattr(self.module, "head_size", None)
+        return head_dim if isinstance(head_dim, int) else 0
+
+    def places(self, num_processes: int) -> Iterator[dict[str, Place]]:
+        """Ways to cut its matrices that fit their shapes: one of them is the last, all others get the same inputs."""
+        for leaving in reversed(self.weights):
+            outputs, width = self.weights[leaving].packed.shape
+            shapes = {name: weight.packed.shape for name, weight in self.weights.items() if name != leaving}
+            most, rest = divmod(gcd(width, *(rows for rows, _ in shapes.values())), self.head_dim or 1)
+            if rest or any(columns != outputs for _, columns in shapes.values()):
                 continue
-            places = {
-                name: Place(counts(num_units, num_processes, size // num_units), "rows")
-                for name, size in zip(self.entering, rows, strict=True)
-            }
-            yield places | {self.leaving: Place(counts(num_units, num_processes, width // num_units), "columns")}
+            for unit in (1,) if self.head_dim else UNITS:
+                num_units, rest = divmod(most, unit)
+                if not rest and num_units >= num_processes:
+                    sizes = {
+                        name: counts(num_units, num_processes, rows // num_units) for name, (rows, _) in shapes.items()
+                    }
+                    last = Place(counts(num_units, num_processes, width // num_units), "columns")
+                    yield {name: Place(one, "rows") for name, one in sizes.items()} | {leaving: last}
+
+    def part(self, places: dict[str, Place], rank: int, call: "_Call") -> Tensor:
+        """The module's result with the matrices of one process."""
+        layers = {name: self.module.get_submodule(name) for name in places}
+        before = {name: (dict(one._parameters), dict(one._modules)) for name, one in layers.items()}
+        try:
+            for name, place in places.items():
+                weight, layer = self.weights[name], layers[name]
+                own = part_of(weight.packed, place.sizes, rank, place.cut)
+                matrix = SharedMatrix(
+                    weight.dtype, SharedPart(-1), own, None, place.sizes, None, _Alone(rank), place.cut, True
+                )
+                put(layer, "weight", SharedWeight(matrix, transposed=weight.transposed))
+                if place.cut == "columns" and rank and "bias" in layer._parameters:
+                    layer._parameters["bias"] = None  # it is added once
+            return _first(self.module(*call.args, **call.kwargs))
+        finally:
+            for name, (parameters, children) in before.items():
+                for present, usual in ((layers[name]._parameters, parameters), (layers[name]._modules, children)):
+                    present.clear()
+                    present.update(usual)  # type: ignore[arg-type]
 
 
 class Pairs:
@@ -95,58 +122,27 @@ class Pairs:
         slots = find_blocks(model).blocks
         prefix = next(f"{name}." for name, module in model.named_modules() if module is slots)
         found: dict[str, Place] = {}
-        halves = dict(_halves(model, prefix))
-        wanted = {path: half for path, half in halves.items() if self._key(model, path, half) not in self._known}
-        calls = _recorded(model, span, [half.module for half in wanted.values()]) if wanted else {}
-        for path, half in halves.items():
-            key = self._key(model, path, half)
-            if key not in self._known:
-                call = calls.get(half.module)
-                self._known[key] = {} if call is None else self._tried(half, _weights(model, path, half), call)
-            found |= {f"{path}.{name}": place for name, place in self._known[key].items()}
+        modules = dict(_modules(model, prefix))
+        wanted = [module.module for path, module in modules.items() if module.key not in self._known]
+        calls = _recorded(model, span, wanted) if wanted else {}
+        for path, module in modules.items():
+            if module.key not in self._known:
+                call = calls.get(module.module)
+                self._known[module.key] = {} if call is None else self._tried(module, call)
+            found |= {f"{path}.{name}": place for name, place in self._known[module.key].items()}
         return found
 
-    def _key(self, model: PreTrainedModel, path: str, half: _Half) -> object:
-        weights = _weights(model, path, half).items()
-        of_weights = tuple((name, type(one.packed), one.packed.shape, one.dtype) for name, one in weights)
-        return type(half.module), path.rpartition(".")[2], half.head_dim, of_weights
-
     @torch.no_grad()
-    def _tried(self, half: _Half, weights: dict[str, QuantizedWeight], call: "_Call") -> dict[str, Place]:
-        for places in half.places(weights, self._num_processes):
+    def _tried(self, module: "_Module", call: "_Call") -> dict[str, Place]:
+        for places in module.places(self._num_processes):
             try:
-                got = added([self._part(half, weights, places, rank, call) for rank in range(self._num_processes)])
+                got = added([module.part(places, rank, call) for rank in range(self._num_processes)])
             except Exception as error:  # noqa: BLE001 - groups that can't be cut, or model code that needs all heads
-                logger.debug("%s can't be cut: %s: %s", type(half.module).__name__, type(error).__name__, error)
+                logger.debug("%s can't be cut: %s: %s", type(module.module).__name__, type(error).__name__, error)
                 continue
             if _agrees(got, call.output):
                 return places
         return {}
-
-    def _part(
-        self, half: _Half, weights: dict[str, QuantizedWeight], places: dict[str, Place], rank: int, call: "_Call"
-    ) -> Tensor:
-        """The module's result with the matrices of one process."""
-        modules = {name: half.module.get_submodule(name) for name in half.names}
-        before = {name: (dict(one._parameters), dict(one._modules)) for name, one in modules.items()}
-        try:
-            for name, place in places.items():
-                weight = weights[name]
-                own = part_of(weight.packed, place.sizes, rank, place.cut)
-                bias = None
-                matrix = SharedMatrix(
-                    weight.dtype, SharedPart(-1), own, None, place.sizes, bias, _Alone(rank), place.cut, True
-                )
-                put(modules[name], "weight", SharedWeight(matrix, transposed=weight.transposed))
-                if place.cut == "columns" and rank and "bias" in modules[name]._parameters:
-                    modules[name]._parameters["bias"] = None  # it is added once
-            return _first(half.module(*call.args, **call.kwargs))
-        finally:
-            for name, (parameters, children) in before.items():
-                modules[name]._parameters.clear()
-                modules[name]._parameters.update(parameters)
-                modules[name]._modules.clear()
-                modules[name]._modules.update(children)
 
 
 class _Alone:
@@ -168,36 +164,18 @@ class _Call:
     output: Tensor
 
 
-def _halves(model: PreTrainedModel, prefix: str) -> Iterator[tuple[str, _Half]]:
-    """Modules of the blocks whose matrices have the shapes of a pair."""
+def _modules(model: PreTrainedModel, prefix: str) -> Iterator[tuple[str, _Module]]:
+    """Modules of the blocks that have several matrices."""
     for path, module in model.named_modules():
-        if not path.startswith(prefix):
-            continue
-        shapes = {
-            name: weights["weight"].packed.shape
-            for name, child in module.named_children()
-            if isinstance(child, nn.Linear | Conv1D)
-            and (weights := matrices_of(model, f"{path}.{name}", child)).keys() == {"weight"}
+        layers = module.named_children() if path.startswith(prefix) else ()
+        matrices = {
+            name: matrices_of(model, f"{path}.{name}", layer).get("weight")
+            for name, layer in layers
+            if isinstance(layer, nn.Linear | Conv1D)
         }
-        if len(shapes) < 2:
-            continue
-        *entering, leaving = shapes
-        width, inner = shapes[leaving]
-        if all(shapes[name][1] == width and not shapes[name][0] % inner for name in entering) or all(
-            shapes[name][1] == width and _head_dim(module) for name in entering
-        ):
-            yield path, _Half(module, tuple(entering), leaving, _head_dim(module))
-
-
-def _head_dim(module: nn.Module) -> int:
-    head_dim = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
-    return head_dim if isinstance(head_dim, int) else 0
-
-
-def _weights(model: PreTrainedModel, path: str, half: _Half) -> dict[str, QuantizedWeight]:
-    return {
-        name: matrices_of(model, f"{path}.{name}", half.module.get_submodule(name))["weight"] for name in half.names
-    }
+        weights = {name: weight for name, weight in matrices.items() if weight is not None}
+        if len(weights) > 1:
+            yield path, _Module(module, weights)
 
 
 def _recorded(model: PreTrainedModel, span: Span, modules: Sequence[nn.Module]) -> dict[nn.Module, _Call]:
