@@ -181,6 +181,17 @@ def _raise_memory_error(*_: object, **__: object) -> None:
     raise MemoryError
 
 
+@pytest.mark.parametrize("state", [{"stack": lambda: None}, {}])
+def test_blocks_that_cannot_be_copied(
+    state: dict[str, object], tmp_path: Path, group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They fail before they are sent, or in the follower; it multiplies then."""
+    monkeypatch.setattr(BlockSpan, "for_followers", lambda _: state)
+    one, two = one_and_several(tmp_path, group)
+    assert not two.is_together
+    assert_close(results(two), results(one))
+
+
 def test_gradients_of_pairs(tmp_path: Path, group: Group) -> None:
     grads = []
     for blocks in one_and_several(tmp_path, group):

@@ -86,7 +86,7 @@ class Call(NamedTuple):
     is_step: bool = False
     """True if it is a forward of blocks, in which everybody takes part (`Group.step`)."""
     answers: bool = False
-    """True if the result is the answer."""
+    """True if the result is the answer; for results that followers hold, the answer is `Done`."""
     dropped: tuple[int, ...] = ()
     """Numbers of objects that are not held any longer."""
 
@@ -98,7 +98,7 @@ class Failure(NamedTuple):
 
 
 class Done(NamedTuple):
-    """The end of a follower's part of a step."""
+    """The end of a follower's part of a step, or of another call."""
 
 
 class Abandon(NamedTuple):
@@ -128,6 +128,7 @@ class MatrixName(NamedTuple):
 class Link:
     """One end of a connection between the server's process and a follower.
 
+    `timeout_s`: most seconds for one tensor to pass; None: the end of the other process is the end of all waiting.
     `name` may say what stands for an object in messages, and `find` returns the object at the other end.
     """
 
@@ -137,7 +138,7 @@ class Link:
         peer: int,
         device: torch.device,
         *,
-        timeout_s: float,
+        timeout_s: float | None = None,
         name: Callable[[Any], Any] = lambda _: None,
         find: Callable[[Any], Any] = lambda found: found,
     ) -> None:
@@ -258,6 +259,22 @@ class _Unpickler(pickle.Unpickler):
         tensor = self._receive(shape, dtype, kind)
         tensor = tensor.mT if is_flipped else tensor
         return nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
+
+
+def check_copyable(value: object, name: Callable[[Any], Any]) -> None:
+    """Check that an object can be sent and received.
+
+    Raises:
+        Exception: its code doesn't allow it.
+    """
+    buffer, tensors = io.BytesIO(), []  # type: ignore[var-annotated]
+    _Pickler(buffer, tensors, name).dump(value)
+    waiting = iter(tensors)
+
+    def tensor(shape: Sequence[int], dtype: torch.dtype, kind: str) -> Tensor:
+        return next(waiting) if kind != "meta" else torch.empty(shape, dtype=dtype, device=kind)
+
+    _Unpickler(io.BytesIO(buffer.getvalue()), tensor, lambda given: given).load()
 
 
 def connected(rank: int, size: int, directory: str, device: torch.device, timeout_s: float) -> Any:

@@ -94,11 +94,17 @@ class Follower:
         if call.is_step:
             self._step(lambda: method(*call.args, **call.kwargs))
             return
-        result = method(*call.args, **call.kwargs)
-        if call.result is not None:
-            self._objects[call.result] = result
         if call.answers:
-            self._link.send(result)
+            self._answer(lambda: self._result(call, method))
+        else:
+            self._result(call, method)
+
+    def _result(self, call: Call, method: Callable[..., object]) -> object:
+        result = method(*call.args, **call.kwargs)
+        if call.result is None:
+            return result
+        self._objects[call.result] = result
+        return Done()
 
     def _step(self, run: Callable[[], object]) -> None:
         try:
@@ -157,7 +163,7 @@ def die_with(parent: int) -> None:
 def main(rank: int, size: int, directory: str, device_name: str, num_threads: int, timeout_s: float) -> None:
     """Obey until the server has gone."""
     device = torch.device(device_name)
-    link = Link(socket.socket(fileno=os.dup(0)), 0, device, timeout_s=timeout_s)
+    link = Link(socket.socket(fileno=os.dup(0)), 0, device)
     os.dup2(2, 1)  # prints of libraries are for the log
     if device.type == "cpu":
         torch.set_num_threads(num_threads)
@@ -169,7 +175,7 @@ def main(rank: int, size: int, directory: str, device_name: str, num_threads: in
     with torch.inference_mode():
         while True:
             try:
-                command = link.receive(is_idle=True)
+                command = link.receive()
             except EOFError:
                 return
             follower.obey(command)

@@ -142,7 +142,7 @@ class Group:
                 group = connected(0, self.size, str(private.path), self.device, timeout_s)
                 for follower in self._followers:  # they read that directory until they are connected
                     follower.link.receive()
-                    follower.link.group, follower.link.name = group, self._name
+                    follower.link.group, follower.link.name = group, self.name
 
     @property
     def process_ids(self) -> list[int]:
@@ -225,10 +225,15 @@ class Group:
     # ------------------------------------------------------------------ objects that followers hold, and steps
 
     def hold(self, value: Any, target: Any, method: str, *args: Any, **kwargs: Any) -> None:
-        """Have followers call a method of `target`; the result stands for `value` there, as long as it exists."""
+        """Have followers call a method of `target`; the result stands for `value` there, as long as it exists.
+
+        Raises:
+            RuntimeError: a follower can't make it.
+        """
         number = self._num_objects
         self._num_objects += 1
-        self._tell(Call(target, method, args, kwargs, result=number, dropped=self._dropped_numbers()))
+        self._tell(Call(target, method, args, kwargs, number, answers=True, dropped=self._dropped_numbers()))
+        self._replies()
         self._names[value] = number
         weakref.finalize(value, self._dropped.append, number).atexit = False
 
@@ -248,10 +253,13 @@ class Group:
                 follower.link.send(Call(target, method, args, {}, dropped=dropped))
 
     def ask(self, target: Any, method: str, *args: Any) -> list[Any]:
-        """Return each follower's result of such a call."""
+        """Return each follower's result of such a call.
+
+        Raises:
+            RuntimeError: a follower has failed.
+        """
         self._tell(Call(target, method, args, {}, answers=True, dropped=self._dropped_numbers()))
-        with self._failures_translated():
-            return [follower.link.receive() for follower in self._followers]
+        return self._replies()
 
     @contextmanager
     def step(self, target: Any, method: str, *args: Any) -> Iterator[None]:
@@ -309,7 +317,7 @@ class Group:
     def _dropped_numbers(self) -> tuple[int, ...]:
         return tuple(self._dropped.popleft() for _ in range(len(self._dropped)))
 
-    def _name(self, value: Any) -> Any:
+    def name(self, value: Any) -> Any:
         """The object that stands for this one in messages; None: it is sent itself."""
         if isinstance(value, SharedMatrix):
             return MatrixName(value.dtype, value.part, value.sizes, value.cut, value.is_paired)
@@ -357,6 +365,19 @@ class Group:
         products = zip(own, *answers, strict=True)
         return [combined(matrix.cut, parts) for matrix, parts in zip(matrices, products, strict=True)]
 
+    def _replies(self) -> list[Any]:
+        """Each follower's answer.
+
+        Raises:
+            RuntimeError: some have failed.
+        """
+        with self._failures_translated():
+            answers = [follower.link.receive() for follower in self._followers]
+        failures = [f"follower {rank}: {one.reason}" for rank, one in enumerate(answers, 1) if isinstance(one, Failure)]
+        if failures:
+            raise RuntimeError("; ".join(failures))
+        return answers
+
     def _answers(self, compute: Callable[[], T]) -> tuple[T, list[Any]]:
         """The results of this process, and the answers of all followers; it waits for the answers in any case."""
         answers: list[Any] = []
@@ -364,12 +385,11 @@ class Group:
             with torch.inference_mode(False), torch.no_grad():
                 own = compute()
         finally:
-            with self._failures_translated():
-                answers += [follower.link.receive() for follower in self._followers]
-        failures = [f"follower {rank}: {one.reason}" for rank, one in enumerate(answers, 1) if isinstance(one, Failure)]
-        if failures:
-            self._forget(None)
-            raise RuntimeError("; ".join(failures))
+            try:
+                answers += self._replies()
+            except RuntimeError:
+                self._forget(None)
+                raise
         return own, answers
 
     def _tell(self, message: object) -> None:

@@ -13,7 +13,6 @@ results together, all calls run that way.
 """
 
 import logging
-import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd
@@ -27,7 +26,7 @@ from transformers.pytorch_utils import Conv1D
 from swarmllm.data_structures import Span
 from swarmllm.errors import GroupLostError
 from swarmllm.models.architecture import find_blocks
-from swarmllm.models.parallel.exchange import SharedPart, added
+from swarmllm.models.parallel.exchange import SharedPart, added, check_copyable
 from swarmllm.models.parallel.shared import (
     Place,
     SharedMatrix,
@@ -221,18 +220,15 @@ def run_together(blocks: BlockSpan) -> None:
         return
     blocks.kept_state.put_back()
     try:
+        check_copyable(blocks.for_followers(), group.name)
         group.hold(blocks, BlockSpan.following, "__call__", blocks.for_followers())
-    except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
-        logger.info("followers only multiply: the blocks can't be copied: %s", error)
-        return
-    try:
         wanted = list(_results(blocks))
         blocks.is_together = True
         blocks.heads = _spread_heads(blocks)
         blocks.is_together = all(map(_agrees, _results(blocks), wanted))
     except GroupLostError:
         raise
-    except Exception as error:  # noqa: BLE001 - model code that can't do with some heads
+    except Exception as error:  # noqa: BLE001 - model code that can't be copied, or do with some heads
         logger.info("followers only multiply: %s: %s", type(error).__name__, error)
         blocks.is_together = False
     if blocks.is_together:
