@@ -59,6 +59,11 @@ COMMANDS = {
         "adapters and heads that others have shared on the hub",
         "swarmllm adapters --base HUB_ID --task text-classification",
     ),
+    "calibrate": Command(
+        "swarmllm.commands.calibrate",
+        "note how large the inputs of weights are, for servers in few bits",
+        "swarmllm calibrate --model M --text FILE --output FILE",
+    ),
     "doctor": Command(
         "swarmllm.commands.doctor",
         "check this machine and network, and name what to mend",

@@ -21,6 +21,7 @@ from swarmllm.__main__ import COMMANDS, help_text, main
 from swarmllm.client.text_generation import TextConfig
 from swarmllm.command_line import Parser, docstrings, is_in_file, one_line, run_program
 from swarmllm.commands.adapters import Search
+from swarmllm.commands.calibrate import Calibrate
 from swarmllm.commands.chat import ChatConfig
 from swarmllm.commands.dht import DhtConfig
 from swarmllm.commands.doctor_findings import DoctorConfig
@@ -161,6 +162,7 @@ CONFIGS = {
     "status": StatusConfig,
     "gateway": GatewayConfig,
     "adapters": Search,
+    "calibrate": Calibrate,
     "doctor": DoctorConfig,
     "demo": DemoConfig,
 }

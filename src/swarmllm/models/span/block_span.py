@@ -48,6 +48,7 @@ from swarmllm.models.boundary.inner_states import MAX_PLACE, InnerStates, Map, f
 from swarmllm.models.checkpoint.skeleton import GivenEmbeddings
 from swarmllm.models.parallel.shared import Group, SharedMatrix, SharedWeight, is_rounded
 from swarmllm.models.quantization import QuantizedWeight
+from swarmllm.models.quantization.packed import exact_inputs
 from swarmllm.models.span.attention import attending, attention_configs, few_preferred
 from swarmllm.models.span.offload import OffloadedBlocks
 from swarmllm.models.span.page_pool import PagePool, page_bytes
@@ -248,6 +249,11 @@ class BlockSpan:
         return any(isinstance(one, SharedMatrix) and one.is_paired for one in matrices)
 
     @cached_property
+    def rounds_inputs(self) -> bool:
+        """True if products with quantized weights round their inputs in sessions (`--activations`)."""
+        return any(isinstance(one, QuantizedWeight) and one.packed.rounds_inputs for one in self._weights())
+
+    @cached_property
     def shares_keys(self) -> bool:
         """True if sessions attend by `attention.attend_few`.
 
@@ -412,7 +418,7 @@ class BlockSpan:
             raise ConfigurationError("these blocks attend to encoder_hidden_states, which were not given")
         step = self.step(inputs, () if cache is None else (cache,), (self, "forward", inputs, span, cache))
         if cache is None:
-            with step, self.adapted(inputs, span), self._saved_for_backward():
+            with step, self.adapted(inputs, span), self._saved_for_backward(), exact_inputs():
                 return self.run_blocks(inputs, span, self._with_prefix(None, inputs, span))
         with step, torch.inference_mode(), self.adapted(inputs, span, cache.position):
             output = self.run_blocks(inputs, span, self._with_prefix(cache, inputs, span))

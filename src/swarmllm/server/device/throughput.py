@@ -104,7 +104,7 @@ def choose_packing(
 @torch.inference_mode()
 def measure_packing(packer: Packer, decode_ms_per_block: float) -> Packing:
     """Measure which of the right ways is fastest for the packer's blocks."""
-    blocks, ways = packer.blocks, packer.ways
+    blocks, ways = packer.blocks, [way for way in packer.ways if way != Packing.TRACED]
     most_steps = PACKING_ROUNDS * len(ways)  # of one session
     longest = (
         int(min(blocks.max_positions or max(PACKING_CONTEXTS) + most_steps, blocks.traits.even_length)) - most_steps
@@ -289,10 +289,12 @@ class _MeasuredBlocks:
 
     def _step(self, token: BlockInputs, cache: SpanCache | None) -> None:
         """Run a decode step as the server will run it."""
-        if cache is not None and self._packer.way == Packing.PAGED:
-            self._packer.forward.run_packed([SessionCall(token, self.span, cache)], Packing.PAGED)
-        else:
-            self._blocks.forward(token, self.span, cache)
+        if cache is None:
+            self._blocks.forward(token, self.span)
+            return
+        (outcome,) = self._packer.run_calls([SessionCall(token, self.span, cache)])
+        if isinstance(outcome, Exception):
+            raise outcome
 
     def _new_cache(self) -> SpanCache | None:
         return self._blocks.new_cache(self.span) if self._blocks.keeps_cache else None
