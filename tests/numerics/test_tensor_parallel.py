@@ -5,6 +5,7 @@ import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -30,9 +31,20 @@ CPU = torch.device("cpu")
 SEQ = 12
 
 
+def slow(name: str) -> Any:
+    return pytest.param(name, marks=pytest.mark.slow)
+
+
 @pytest.fixture(scope="module")
 def group() -> Iterator[Group]:
     group = Group([CPU, CPU])
+    yield group
+    group.close()
+
+
+@pytest.fixture(scope="module")
+def group_of_three() -> Iterator[Group]:
+    group = Group([CPU] * 3)
     yield group
     group.close()
 
@@ -96,7 +108,9 @@ def assert_close(got: Iterator[Tensor], wanted: Iterator[Tensor], tolerance: flo
         assert rms(one - other) <= tolerance * rms(other)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text", "mixtral", "gpt_neox", "qwen3_next"])
+@pytest.mark.parametrize(
+    "model_type", ["llama", "gemma3_text", *(slow(name) for name in ("qwen3", "mixtral", "gpt_neox", "qwen3_next"))]
+)
 def test_pairs_of_many_kinds_of_blocks(model_type: str, tmp_path: Path, group: Group) -> None:
     one, two = one_and_several(tmp_path, group, model_type)
     assert two.is_together
@@ -105,7 +119,7 @@ def test_pairs_of_many_kinds_of_blocks(model_type: str, tmp_path: Path, group: G
         assert_close(packed_results(two, way), packed_results(one, way))
 
 
-@pytest.mark.parametrize("model_type", ["bloom", "gpt2", "phi3"])
+@pytest.mark.parametrize("model_type", ["phi3", slow("bloom"), slow("gpt2")])
 def test_blocks_without_pairs_are_exact(model_type: str, tmp_path: Path, group: Group) -> None:
     """Their followers only multiply, and each output is the same sum as in one process."""
     one, two = one_and_several(tmp_path, group, model_type)
@@ -114,7 +128,7 @@ def test_blocks_without_pairs_are_exact(model_type: str, tmp_path: Path, group: 
         assert torch.equal(got, wanted)
 
 
-@pytest.mark.parametrize("quant_type", ["int8", "nf4", "int4", "q3.5", "q4_k", "llm_int8"])
+@pytest.mark.parametrize("quant_type", ["int8", "q4_k", *(slow(name) for name in ("nf4", "int4", "q3.5", "llm_int8"))])
 def test_packed_weights_are_those_of_one_process(quant_type: str, tmp_path: Path, group: Group) -> None:
     one, two = one_and_several(tmp_path, group, quant_type=quant_type)
     assert two.is_together == (quant_type != "llm_int8")  # there, a scale is that of a whole input
@@ -139,15 +153,13 @@ def test_half_of_the_cache(tmp_path: Path, group: Group) -> None:
     assert two.heads == dict.fromkeys(range(4), (1, 1))
 
 
-def test_three_processes(tmp_path: Path) -> None:
+def test_three_processes(tmp_path: Path, group_of_three: Group) -> None:
     """There are two key heads, so attention isn't cut; MLPs are."""
-    group = Group([CPU] * 3)
-    one, three = one_and_several(tmp_path, group)
+    one, three = one_and_several(tmp_path, group_of_three)
     assert three.is_together
     assert three.heads == {}
     assert_close(results(three), results(one))
     assert_close(packed_results(three, Packing.RAGGED), packed_results(one, Packing.RAGGED))
-    group.close()
 
 
 def test_steps_are_the_same_each_time(tmp_path: Path, group: Group) -> None:
@@ -211,9 +223,9 @@ def test_columns_of_packed_weights(quant_type: str) -> None:
             packed.columns(16, 272)
 
 
-def test_a_matrix_in_three_parts() -> None:
+def test_a_matrix_in_three_parts(group_of_three: Group) -> None:
     """Sizes that nothing divides, with a bias, and gradients; experts as well."""
-    group = Group([CPU] * 3)
+    group = group_of_three
     weight, bias, inputs = torch.randn(50, 7), torch.randn(50), torch.randn(5, 7, requires_grad=True)
     matrix = spread(Plain(weight, torch.float32), bias, group)
     assert matrix.sizes == (16, 17, 17)
@@ -232,7 +244,6 @@ def test_a_matrix_in_three_parts() -> None:
     (got,) = torch.autograd.grad(outputs, inputs, grads)
     assert got.allclose(wanted, atol=1e-5)
     assert torch.equal(by_columns.dequantize(), weight)
-    group.close()
 
 
 @torch.inference_mode()
