@@ -189,6 +189,10 @@ class KBit(Decoded):
         return torch.Size((*self.codes.shape[:-1], self.scale.shape[-1] * GROUP))
 
     @property
+    def _columns_together(self) -> int:
+        return GROUP
+
+    @property
     def bits(self) -> float:
         """Bits of a weight, without its share of scales."""
         return self.codes.shape[-1] * 8 / self.shape[-1]
@@ -396,6 +400,10 @@ class GgufBlocks(Decoded):
     def shape(self) -> torch.Size:
         _, weights, size = KINDS[self.kind]
         return torch.Size((*self.codes.shape[:-1], self.codes.shape[-1] // size * weights))
+
+    @property
+    def _columns_together(self) -> int:
+        return KINDS[self.kind][1]
 
     def tensors(self) -> dict[str, Tensor]:
         return {"codes": self.codes}

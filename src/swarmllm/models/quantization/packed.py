@@ -83,6 +83,31 @@ class Packed:
         axis = len(self.shape) - 2
         return self._each(lambda tensor: tensor.narrow(axis, start, end - start))
 
+    def columns(self, start: int, end: int) -> Self:
+        """Columns `[start, end)` of each matrix, in the same memory where a format allows it.
+
+        Raises:
+            ValueError: they share scales or bytes with other columns.
+        """
+        whole, ndim = self.shape[-1], len(self.shape)
+
+        def cut(tensor: Tensor) -> Tensor:
+            size = tensor.shape[-1]
+            if tensor.ndim < ndim or size == 1:  # for whole rows
+                return tensor
+            if start * size % whole or end * size % whole:
+                raise ValueError(f"columns {start} to {end} of {whole} aren't whole groups")
+            return tensor.narrow(-1, start * size // whole, (end - start) * size // whole)
+
+        if start % self._columns_together or end % self._columns_together:
+            raise ValueError(f"columns {start} to {end} aren't whole groups of {self._columns_together}")
+        return self._each(cut)
+
+    @property
+    def _columns_together(self) -> int:
+        """Columns whose codes share bytes."""
+        return 1
+
     def _each(self, do: Callable[[Tensor], Tensor]) -> Self:
         return type(self)(**{name: do(tensor) for name, tensor in self.tensors().items()}, dtype=self.dtype)
 
