@@ -17,7 +17,7 @@ from swarmllm.network.p2p.addresses import hosts_of
 from swarmllm.network.p2p.direct import DirectDialler, Door, _listen, _socket_beside, dial
 from swarmllm.network.wire.messages import DirectOffer
 
-BIG = 3 << 20
+BIG = 2 << 20
 
 
 @pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
@@ -31,6 +31,10 @@ def test_a_stream_that_is_used_moves(loop_factory: Callable[[], asyncio.Abstract
             await wait_until(lambda: client.is_moved and server.is_moved)
             transport = client._transport
             assert (transport.get_extra_info("ssl_object") is not None) == (where == "over TLS")
+            if where == "over TLS":
+                for side in (client, server):  # small messages would wait for each other
+                    own = side._transport.get_extra_info("socket")
+                    assert own.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
             await use(client, server, BIG)
             await client.ping()
             assert client.offered is None
