@@ -43,6 +43,7 @@ class ServerMetrics(Collector):
             "blocks": f"{info.start}:{info.end}",
             "state": state_name(info.state),
             "quant_type": info.quant_type,
+            "activations": info.activations,
             "dtype": info.dtype,
             "version": info.version,
         }

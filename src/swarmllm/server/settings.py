@@ -16,6 +16,7 @@ from swarmllm.config import (
     PeerConfig,
     default_cache_dir,
     hub_token,
+    in_file,
     require_known,
     require_positive,
 )
@@ -29,6 +30,7 @@ QUANT_TYPES = (
 )  # fmt: skip
 """Formats of weights, described in `models/quantization`; listed here because --help may import nothing heavy."""
 
+ACTIVATIONS = ("auto", "none", "int8")
 SEARCHED = ("q8_0", "q6_k", "q5_k", "q4_k")
 """Those that a calibration is for."""
 
@@ -51,14 +53,20 @@ class BlocksConfig(ModelConfig):
     of 256, another format replaces them, as in llama.cpp: q8_0 for q6_k, 6 bits for q5_k, 5.5 for q4_k. nf4, q3.5 and
     int2 to int6 round without a search, and change small models much (docs/benchmarks.md). llm_int8 has the weights of
     int8, and rounds their inputs, too. Weights that the checkpoint stores in few bits stay as they are."""
+    activations: str = "none"
+    """Rounding of the inputs of quantized weights in sessions: auto, none or int8. "none" multiplies them as they are.
+    "int8" rounds them to 8 bits, token by token in groups of 32, on CPUs. Prompts and several sessions are computed up
+    to twice as fast then; docs/hosting-rare.md says what it costs. "auto" = int8 on processors with VNNI. Forwards
+    without a session, which trainings use, never round."""
     device: tuple[str, ...] = ("auto",)
     """Torch devices; auto = all GPUs if there are any, else cpu. Each of several devices gets a server process of its
     own, with an equal share of the blocks. `num_blocks` and `block_indices` count for all devices together, all other
     settings for each of them. Each process takes the next port."""
     tensor_parallel: int = 1
-    """Number of devices that compute each block together. Each has some rows of its matrices, and a process of its own.
-    `--device` names that many devices for each server, or cpu once. Use it for blocks that one device can't hold, or
-    reads too slowly. The first device runs everything else, and has the KV cache."""
+    """Number of devices that compute each block together, each in a process of its own. A device has some attention
+    heads with their KV cache, some features of each MLP, and parts of the other matrices; or parts of all matrices
+    only, where the blocks don't allow more. `--device` names that many devices for each server, or cpu once. Use it for
+    blocks that one device can't hold, or reads too slowly."""
     offload: int | None = 0
     """Number of blocks that are in the device's memory only while they compute. Before that, they are in host memory if
     the device is a GPU, on disk if it is a CPU. auto = as many of the requested blocks as don't fit. Steps then wait
@@ -93,7 +101,7 @@ class ServerLimits:
     until the blocks are loaded again. None = they stay."""
     max_batch_tokens: int = 8192
     """Most tokens of one forward or backward request."""
-    max_batch_sessions: int = 64
+    max_batch_sessions: int = in_file(64)
     """Most sessions whose steps are computed together; 1 = one after the other. Assumed: larger batches gain little,
     and each step waits for all."""
     compression: str = "auto"
@@ -215,6 +223,7 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
         if self.max_memory is not None:
             memory_limit_bytes(self.max_memory, 1 << 40)
         require_known("quant_type", self.quant_type, QUANT_TYPES)
+        require_known("activations", self.activations, ACTIVATIONS)
         if self.calibration is not None and self.quant_type not in SEARCHED:
             raise ConfigurationError(
                 f"--calibration is for weights that are rounded by a search: give --quant_type {', '.join(SEARCHED)}, "
@@ -271,6 +280,8 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
                 f"tensor_parallel must be 1 to {MAX_TENSOR_PARALLEL}, not {self.tensor_parallel}: that many processes "
                 "would be started"
             )
+        if self.tensor_parallel > 1 and self.activations == "int8":
+            raise ConfigurationError("blocks of several devices don't round their inputs: leave --activations out")
         if self.tensor_parallel > 1 and self.offload != 0:
             raise ConfigurationError(
                 "give --offload or --tensor_parallel, not both: shared blocks can't be offloaded yet"

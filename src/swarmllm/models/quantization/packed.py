@@ -9,13 +9,16 @@ the processor's cache. Both ways use the same packed numbers, so results differ 
 import functools
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from swarmllm.machine_memory import reused_heap
 from swarmllm.models.quantization import cuda, kernels
 from swarmllm.models.quantization.kernels import computing_dtype, kernels_take, torch_multiplies_int8_faster
 
@@ -51,6 +54,8 @@ class Packed:
     scale: Tensor
     dtype: torch.dtype
     """The weight's dtype before it was packed."""
+    rounds_inputs: ClassVar[bool] = False
+    """True if inputs without gradients are rounded to 8 bits, for `rounding` has made this class."""
 
     @property
     def shape(self) -> torch.Size:
@@ -78,6 +83,31 @@ class Packed:
         axis = len(self.shape) - 2
         return self._each(lambda tensor: tensor.narrow(axis, start, end - start))
 
+    def columns(self, start: int, end: int) -> Self:
+        """Columns `[start, end)` of each matrix, in the same memory where a format allows it.
+
+        Raises:
+            ValueError: they share scales or bytes with other columns.
+        """
+        whole, ndim = self.shape[-1], len(self.shape)
+
+        def cut(tensor: Tensor) -> Tensor:
+            size = tensor.shape[-1]
+            if tensor.ndim < ndim or size == 1:  # for whole rows
+                return tensor
+            if start * size % whole or end * size % whole:
+                raise ValueError(f"columns {start} to {end} of {whole} aren't whole groups")
+            return tensor.narrow(-1, start * size // whole, (end - start) * size // whole)
+
+        if start % self._columns_together or end % self._columns_together:
+            raise ValueError(f"columns {start} to {end} aren't whole groups of {self._columns_together}")
+        return self._each(cut)
+
+    @property
+    def _columns_together(self) -> int:
+        """Columns whose codes share bytes."""
+        return 1
+
     def _each(self, do: Callable[[Tensor], Tensor]) -> Self:
         return type(self)(**{name: do(tensor) for name, tensor in self.tensors().items()}, dtype=self.dtype)
 
@@ -90,6 +120,8 @@ class Packed:
         flat = inputs.reshape(-1, inputs.shape[-1])
         if torch.is_grad_enabled() and flat.requires_grad:
             outputs: Tensor = _Linear.apply(flat, self)  # type: ignore[no-untyped-call]
+        elif self.rounds_inputs and flat.shape[0] and not _exact.get():
+            outputs = self._multiply_rounded(flat)
         else:
             outputs = self.multiply(flat)
         outputs = outputs.view(*inputs.shape[:-1], outputs.shape[-1])
@@ -145,6 +177,24 @@ class Packed:
             weight[start:end] = rows if scale is None else rows.mul_(scale[start:end, None])
         return weight
 
+    @property
+    def can_round_inputs(self) -> bool:
+        """True if the kernels multiply these codes by rounded inputs, here."""
+        if len(self.shape) > 2:
+            return self[0].can_round_inputs
+        matrix = self._matrix() if self.device.type == "cpu" and kernels.library() is not None else None
+        return matrix is not None and matrix.takes_rounded
+
+    def _multiply_rounded(self, inputs: Tensor) -> Tensor:
+        """`multiply` with each input rounded by itself: no input has an effect on another."""
+        matrix = self._matrix()
+        assert matrix is not None
+        return matrix.multiply_rounded(inputs.float()).to(inputs.dtype)
+
+    def _matrix(self) -> kernels.Matrix | None:
+        """This matrix for the kernels on CPUs; None if they don't know this format."""
+        return None
+
     @abstractmethod
     def _rows(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
         """Rows of a matrix, dequantized but for `_output_scale`."""
@@ -164,14 +214,32 @@ class Packed:
         return None
 
     def _slices(self, dtype: torch.dtype) -> list[tuple[int, int]]:
-        rows, columns = self.shape
-        step = (
-            max(
-                (SLICE_BYTES if self.device.type == "cpu" else GPU_SLICE_BYTES) // (columns * dtype.itemsize) // TILE, 1
-            )
-            * TILE
-        )
+        rows, num_bytes = self.shape[0], SLICE_BYTES if self.device.type == "cpu" else GPU_SLICE_BYTES
+        step = max(num_bytes // self._row_bytes(dtype) // TILE, 1) * TILE
         return [(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+    def _row_bytes(self, dtype: torch.dtype) -> int:
+        """Memory that a row takes while it is dequantized."""
+        return self.shape[1] * dtype.itemsize
+
+
+_exact: ContextVar[bool] = ContextVar("exact", default=False)
+
+
+@contextmanager
+def exact_inputs() -> Iterator[None]:
+    """Within: no product rounds its inputs, as without `--activations`. For training, whose backward doesn't either."""
+    token = _exact.set(True)
+    try:
+        yield
+    finally:
+        _exact.reset(token)
+
+
+@functools.cache
+def rounding(form: type[Packed]) -> type[Packed]:
+    """The same form, which rounds its inputs."""
+    return type(form.__name__, (form,), {"rounds_inputs": True, "__module__": form.__module__})
 
 
 class _Linear(torch.autograd.Function):
@@ -225,7 +293,10 @@ class Int8(Packed):
     def _multiply_by_kernel(self, inputs: Tensor) -> Tensor:
         if self._by_torch(inputs):
             return torch._weight_int8pack_mm(inputs, self.codes, self.scale)
-        return kernels.Matrix(self.codes, self.scale[:, None]).multiply(inputs.float()).to(inputs.dtype)
+        return self._matrix().multiply(inputs.float()).to(inputs.dtype)
+
+    def _matrix(self) -> kernels.Matrix:
+        return kernels.Matrix(self.codes, self.scale[:, None])
 
     def _by_torch(self, inputs: Tensor) -> bool:
         """True if torch's kernel is the fastest, and can take such inputs: for other dtypes it is a plain loop, and it
@@ -240,19 +311,20 @@ class Int8(Packed):
 def row_slices(weight: Tensor) -> Iterator[tuple[int, int, Tensor]]:
     """(start, end, rows in float32), some rows at a time: a whole copy would double the memory of loading.
 
-    The rows are always in the same memory, which the caller may overwrite: while blocks are loaded, the system would
-    have to provide new pages for each part, which takes longer than packing it (measured: 3.2 s of 4, hidden 2048).
+    The rows are always in the same memory, which the caller may overwrite. Callers allocate their results first: during
+    the loop, tensors share memory that is freed soon (`reused_heap`).
     """
     per_matrix, columns = weight.shape[-2:]
     num_bytes = PACKING_BYTES if weight.device.type == "cpu" else GPU_PACKING_BYTES
     step = max(num_bytes // (columns * 4) // TILE, 1) * TILE
     matrices = weight.reshape(-1, *weight.shape[-2:])  # a view, also where the matrices are transposed
     rows = torch.empty(min(step, per_matrix), columns, device=weight.device)
-    for matrix_idx, matrix in enumerate(matrices):
-        for start in range(0, per_matrix, step):
-            end = min(start + step, per_matrix)
-            offset = matrix_idx * per_matrix
-            yield offset + start, offset + end, rows[: end - start].copy_(matrix[start:end])
+    with reused_heap():
+        for matrix_idx, matrix in enumerate(matrices):
+            for start in range(0, per_matrix, step):
+                end = min(start + step, per_matrix)
+                offset = matrix_idx * per_matrix
+                yield offset + start, offset + end, rows[: end - start].copy_(matrix[start:end])
 
 
 def scale_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -262,6 +334,8 @@ def scale_dtype(dtype: torch.dtype) -> torch.dtype:
 
 class LlmInt8(Int8):
     """Codes and scales of `Int8`; each input has a scale of its own, as each row of the weight has."""
+
+    can_round_inputs = False  # it rounds them in its own way
 
     def multiply(self, inputs: Tensor) -> Tensor:
         wide = inputs.float()
