@@ -10,8 +10,8 @@ Text is Python's manual (`pydoc_data.topics`), in pieces of `--tokens`; the toy 
 type: bits of a weight with its scales, relative error of the weights, perplexity, its change with the standard error,
 and the divergence (KL, in nats per token) of the next token's probabilities from those of "none". `endings` is how
 often the true continuation of a text is likelier than three others, which begin elsewhere in the text. "q4_k*" is q4_k
-with a calibration, on other pieces of the text. "int3/32" is int3 in groups of 32, which take as many bits as q3.5 in
-groups of 64. Writes results/real_models.json.
+with a calibration, on other pieces of the text. "q4_k~" is q4_k with `--activations int8`. "int3/32" is int3 in groups
+of 32, which take as many bits as q3.5 in groups of 64. Writes results/real_models.json.
 """
 
 import argparse
@@ -118,7 +118,8 @@ def choices_of(ids: Tensor, count: int, begin: Tensor) -> list[Tensor]:
 def log_probabilities(model: Any, blocks: BlockSpan, ids: Tensor, start: int = 0) -> Tensor:
     """Of the token after each position from `start` on, but for the last one: `[batch, seq, vocabulary]`."""
     inputs = BlockInputs(hidden_states=model.model.embed_tokens(ids), batch_size=len(ids), seq_len=ids.shape[1])
-    hidden = blocks.forward(inputs)[:, start:-1]
+    cache = blocks.new_cache() if blocks.rounds_inputs else None  # forwards without one don't round
+    hidden = blocks.forward(inputs, cache=cache)[:, start:-1]
     found: Tensor = model.lm_head(model.model.norm(hidden)).log_softmax(-1)
     return found
 
@@ -167,9 +168,9 @@ class Rounded:
         self.full = self._read(FULL_PRECISION)
         self._calibration: dict[str, Tensor] = {}
 
-    def _read(self, quantization: Quantization) -> BlockSpan:
-        span = Span(0, self._checkpoint.num_blocks)
-        return load_block_span(self._checkpoint, span, dtype=torch.float32, quantization=quantization, progress=False)
+    def _read(self, quantization: Quantization, activations: str = "none") -> BlockSpan:
+        span, options = Span(0, self._checkpoint.num_blocks), {"quantization": quantization, "activations": activations}
+        return load_block_span(self._checkpoint, span, dtype=torch.float32, progress=False, **options)  # type: ignore[arg-type]
 
     def blocks_of(self, name: str) -> tuple[BlockSpan, float, float]:
         """(the blocks, bits of a weight, relative error of the weights)."""
@@ -178,11 +179,12 @@ class Rounded:
         if name == SMALL_GROUPS:
             blocks = self._read(FULL_PRECISION)
             return blocks, *round_in_small_groups(blocks)
-        quantization = Quantization(name.removesuffix("*"))  # type: ignore[arg-type]
+        activations = "int8" if name.endswith("~") else "none"
+        quantization = Quantization(name.rstrip("*~"))  # type: ignore[arg-type]
         if name.endswith("*"):
             self._calibration = self._calibration or calibration_of(self._loaded, self._read(FULL_PRECISION))
             quantization = replace(quantization, calibration=self._calibration)
-        blocks = self._read(quantization)
+        blocks = self._read(quantization, activations)
         return blocks, *weights_error(self.full, blocks)
 
 
@@ -216,7 +218,12 @@ def main() -> None:
     names = [*(one.name for one in MODELS), "toy"]
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", nargs="+", choices=names, default=names)
-    parser.add_argument("--quant_types", nargs="+", choices=[*QUANT_TYPES, *USUAL], default=list(USUAL))
+    parser.add_argument(
+        "--quant_types",
+        nargs="+",
+        choices=[*QUANT_TYPES, *(f"{name}~" for name in QUANT_TYPES), *USUAL],
+        default=list(USUAL),
+    )
     parser.add_argument("--tokens", nargs="+", type=int, default=[1000, 1000], help="of each piece of text")
     parser.add_argument("--endings", type=int, default=48, help="texts with four endings each")
     args = parser.parse_args()

@@ -51,6 +51,8 @@ def test_clients_refuse(settings: dict[str, Any]) -> None:
         ({"new_swarm": False, "host_maddrs": "/ip4/127.0.0.1/tcp/0"}, "initial_peers"),
         ({"port": 65536}, "port"),
         ({"quant_type": "int1"}, "quant_type"),
+        ({"activations": "int4"}, "activations"),
+        ({"activations": "int8", "tensor_parallel": 2}, "activations"),
         ({"compression": "int4"}, "compression"),
         ({"throughput": 0.0}, "throughput"),
         ({"attn_cache_tokens": 0}, "attn_cache_tokens"),

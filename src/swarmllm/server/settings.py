@@ -30,6 +30,7 @@ QUANT_TYPES = (
 )  # fmt: skip
 """Formats of weights, described in `models/quantization`; listed here because --help may import nothing heavy."""
 
+ACTIVATIONS = ("auto", "none", "int8")
 SEARCHED = ("q8_0", "q6_k", "q5_k", "q4_k")
 """Those that a calibration is for."""
 
@@ -52,6 +53,11 @@ class BlocksConfig(ModelConfig):
     of 256, another format replaces them, as in llama.cpp: q8_0 for q6_k, 6 bits for q5_k, 5.5 for q4_k. nf4, q3.5 and
     int2 to int6 round without a search, and change small models much (docs/benchmarks.md). llm_int8 has the weights of
     int8, and rounds their inputs, too. Weights that the checkpoint stores in few bits stay as they are."""
+    activations: str = "none"
+    """Rounding of the inputs of quantized weights in sessions: auto, none or int8. "none" multiplies them as they are.
+    "int8" rounds them to 8 bits, token by token in groups of 32, on CPUs. Prompts and several sessions are computed up
+    to twice as fast then; docs/hosting-rare.md says what it costs. "auto" = int8 on processors with VNNI. Forwards
+    without a session, which trainings use, never round."""
     device: tuple[str, ...] = ("auto",)
     """Torch devices; auto = all GPUs if there are any, else cpu. Each of several devices gets a server process of its
     own, with an equal share of the blocks. `num_blocks` and `block_indices` count for all devices together, all other
@@ -216,6 +222,7 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
         if self.max_memory is not None:
             memory_limit_bytes(self.max_memory, 1 << 40)
         require_known("quant_type", self.quant_type, QUANT_TYPES)
+        require_known("activations", self.activations, ACTIVATIONS)
         if self.calibration is not None and self.quant_type not in SEARCHED:
             raise ConfigurationError(
                 f"--calibration is for weights that are rounded by a search: give --quant_type {', '.join(SEARCHED)}, "
@@ -272,6 +279,8 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
                 f"tensor_parallel must be 1 to {MAX_TENSOR_PARALLEL}, not {self.tensor_parallel}: that many processes "
                 "would be started"
             )
+        if self.tensor_parallel > 1 and self.activations == "int8":
+            raise ConfigurationError("blocks of several devices don't round their inputs: leave --activations out")
         if self.tensor_parallel > 1 and self.offload != 0:
             raise ConfigurationError(
                 "give --offload or --tensor_parallel, not both: shared blocks can't be offloaded yet"

@@ -20,6 +20,7 @@ from swarmllm.models.checkpoint.checkpoint import Checkpoint, resolve_dtype
 from swarmllm.models.checkpoint.skeleton import block_bytes, named_blocks, on_meta
 from swarmllm.models.parallel.shared import Group
 from swarmllm.models.quantization import resolve_quantization
+from swarmllm.models.quantization.loading import resolve_activations
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span, span_tensor_names, stage
 from swarmllm.models.span.packing import Packer, Packing
@@ -88,6 +89,10 @@ class SpanLoader:
         self._usable_bytes = usable_bytes(self.device, config.max_memory)
         self.dtype = resolve_dtype(checkpoint, config.dtype)
         self.quantization = resolve_quantization(config.quant_type)
+        wanted = "none" if config.tensor_parallel > 1 else config.activations
+        self._activations = resolve_activations(wanted, self.device)
+        self.activations = "none"
+        """The rounding of inputs in the blocks that were loaded last."""
         if config.calibration is not None:
             self.quantization = replace(self.quantization, calibration=self._read_calibration(config.calibration))
         alone = config.adapters or config.offload or config.tensor_parallel > 1
@@ -170,6 +175,12 @@ class SpanLoader:
         loaded = self._load_blocks(span, num_offloaded, self._group())
         stacks = [StackBlocks(blocks, InputChecks(blocks)) for blocks in loaded]
         blocks = stacks[-1].blocks
+        self.activations = "int8" if any(one.rounds_inputs for one in loaded) else "none"
+        if self._config.activations == "int8" != self.activations:
+            raise ConfigurationError(
+                "the weights of these blocks can't be multiplied by rounded inputs: leave --activations out, or serve "
+                "with --quant_type int8, q8_0, q6_k, q5_k or q4_k"
+            )
         if num_offloaded:
             where = "on disk" if self.device.type == "cpu" else "in host memory"
             logger.info("%d of the %d blocks are %s, and come when they compute", num_offloaded, len(span), where)
@@ -205,6 +216,7 @@ class SpanLoader:
                     dtype=self.dtype,
                     device=self.device,
                     quantization=self.quantization,
+                    activations=self._activations,
                     progress=sys.stderr.isatty(),
                     num_offloaded=num_offloaded,
                     offload_dir=own_files,

@@ -68,6 +68,8 @@ TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 2e-3, tor
 """Relative errors that rounding explains: about three times the measured ones."""
 LLM_INT8_TOLERANCE = 5e-2
 """The same of outputs where inputs are rounded to 8 bits as well."""
+ROUNDED_TOLERANCE = 3e-2
+"""The same of `--activations int8`. Measured: 0.0055."""
 
 
 @register_quantization_config(METHOD)
@@ -311,6 +313,55 @@ def observed_squares(block: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def round_inputs(modules: Iterable[nn.Module]) -> None:
+    """Let all quantized weights that can do so round their inputs to 8 bits, for products without gradients.
+
+    All products of such a weight round, whatever number of inputs they have: so a text that is computed again, in other
+    pieces or beside other texts, has the same tokens.
+
+    Raises:
+        ConfigurationError: this machine computes something else than it should.
+    """
+    kinds: dict[object, Packed] = {}
+    for module in modules:
+        if isinstance(module, QuantizedWeight) and module.round_inputs():
+            matrix = module.packed[0] if len(module.shape) > 2 else module.packed
+            kinds.setdefault((type(matrix), matrix.shape, matrix.dtype), matrix)
+    for whole in kinds.values():
+        check_rounded(_some_rows(whole))
+
+
+@torch.no_grad()
+def check_rounded(matrix: Packed) -> None:
+    """Compare products of one matrix that rounds its inputs with exact ones.
+
+    Raises:
+        ConfigurationError: they differ by more than rounding.
+    """
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(max(TOKENS), matrix.shape[1], generator=generator).to(matrix.dtype)
+    rounded, expected = matrix.linear(inputs), matrix.multiply(inputs)
+    if not _relative_error(rounded, expected) <= ROUNDED_TOLERANCE:
+        raise ConfigurationError(
+            f"this machine multiplies {type(matrix).__name__} weights by rounded inputs wrongly "
+            f"({matrix.shape[0]}×{matrix.shape[1]} in {matrix.dtype}): serve without --activations"
+        )
+
+
+def resolve_activations(wanted: str, device: torch.device) -> str:
+    """The user's choice for this device; auto is int8 where the processor multiplies bytes faster than floats.
+
+    Raises:
+        ConfigurationError: inputs can't be rounded here.
+    """
+    if wanted == "int8" and (device.type != "cpu" or kernels.library() is None):
+        here = "kernels that were compiled when swarmllm was installed" if device.type == "cpu" else "a CPU"
+        raise ConfigurationError(f"--activations int8 needs {here}: leave it out")
+    if wanted == "auto":
+        return "int8" if device.type == "cpu" and kernels.multiplies_bytes() else "none"
+    return wanted
+
+
 def check_quantized(modules: Iterable[nn.Module]) -> int:
     """Test each kind of quantized weight among the modules; how many kinds there are.
 
@@ -324,10 +375,14 @@ def check_quantized(modules: Iterable[nn.Module]) -> int:
             matrix = packed[0] if len(packed.shape) > 2 else packed
             kinds.setdefault((type(matrix), matrix.shape, matrix.dtype), matrix)
     for whole in kinds.values():
-        matrix = whole if whole.shape[0] % ROWS else whole.split(ROWS)[0]
+        matrix = _some_rows(whole)
         for tokens in TOKENS:
             check_matrix(matrix, tokens)
     return len(kinds)
+
+
+def _some_rows(matrix: Packed) -> Packed:
+    return matrix if matrix.shape[0] % ROWS else matrix.split(ROWS)[0]
 
 
 def check_matrix(matrix: Packed, tokens: int) -> None:

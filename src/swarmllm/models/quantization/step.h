@@ -188,11 +188,28 @@ INLINE void run_simple(const instruction *is, float *arena) {
 
 /* ------------------------------------------------------------------ products, keys and values */
 
+/* Put the inputs of a product where the kernels read them: one after the other, perhaps rounded. */
+INLINE void gather_inputs(const instruction *is, const step *s) {
+    const float *inputs = s->arena + is->one.offset;
+    int64_t columns = is->matrix->columns;
+    for (int64_t row = 0; row < s->num_rows; row++, inputs += s->arena_floats)
+        if (is->matrix->rounds_inputs)
+            swarmllm_round_inputs(swarmllm_int8_version(LEVEL), inputs, 1, columns,
+                                  (char *)s->inputs + row * swarmllm_rounded_bytes(columns));
+        else if (s->num_rows > 1)
+            memcpy(s->inputs + row * columns, inputs, columns * sizeof(float));
+}
+
 /* The rows [start, end) of a matrix by all inputs. */
 INLINE void multiply_part(const instruction *is, const step *s, int64_t start, int64_t end) {
     float *outputs = s->arena + is->out.offset;
-    const float *inputs = s->num_rows > 1 ? s->inputs : s->arena + is->one.offset;
-    OF_LEVEL(multiply)(is->matrix, start, end, inputs, s->num_rows, outputs, s->arena_floats);
+    if (is->matrix->rounds_inputs) {
+        swarmllm_multiply_rounded(swarmllm_int8_version(LEVEL), is->matrix, start, end, s->inputs, s->num_rows, outputs,
+                                  s->arena_floats);
+    } else {
+        const float *inputs = s->num_rows > 1 ? s->inputs : s->arena + is->one.offset;
+        OF_LEVEL(multiply)(is->matrix, start, end, inputs, s->num_rows, outputs, s->arena_floats);
+    }
     for (int64_t row = 0; is->rounds && row < s->num_rows; row++)
         for (int64_t i = start; i < end; i++)
             outputs[row * s->arena_floats + i] = rounded(outputs[row * s->arena_floats + i]);
@@ -413,11 +430,8 @@ INLINE int64_t parts_of(const instruction *is, const step *s) {
 
 INLINE void run_shared(step *s, const instruction *is) {
     int64_t parts = s->num_threads > 1 ? parts_of(is, s) : 1;
-    if (is->kind == PRODUCT && s->num_rows > 1) { /* one after the other, as the kernels read them */
-        int64_t columns = is->matrix->columns;
-        for (int64_t row = 0; row < s->num_rows; row++)
-            memcpy(s->inputs + row * columns, s->arena + row * s->arena_floats + is->one.offset, columns * sizeof(float));
-    }
+    if (is->kind == PRODUCT)
+        gather_inputs(is, s);
     if (parts == 1) {
         run_part(s, is, 0, 1, 0);
         return;

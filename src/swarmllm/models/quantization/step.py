@@ -339,7 +339,7 @@ class Line:
         self._places = places(self.recorded)
         operations = self.recorded.operations
         self._code = (_Instruction * len(operations))(*map(self._instruction, operations))
-        self._widest = max((one.matrix.columns for one in operations if one.matrix is not None), default=0)
+        self._widest = max((one.matrix.floats_of_input for one in operations if one.matrix is not None), default=0)
         heads = [one.sizes[2] for one in operations if one.kind == Kind.ATTEND]
         self._largest_head = max(heads, default=0)
         products = (one.matrix.rows * one.matrix.columns for one in operations if one.matrix is not None)
