@@ -188,18 +188,16 @@ INLINE void run_simple(const instruction *is, float *arena) {
 
 /* ------------------------------------------------------------------ products, keys and values */
 
-/* The inputs of a product, one after the other, as the kernels read them; a single one stays where it is. */
+/* Put the inputs of a product where the kernels read them: one after the other, perhaps rounded. */
 INLINE void gather_inputs(const instruction *is, const step *s) {
     const float *inputs = s->arena + is->one.offset;
     int64_t columns = is->matrix->columns;
-    if (is->matrix->rounds_inputs) {
-        int64_t version = swarmllm_int8_version(LEVEL), bytes = swarmllm_rounded_bytes(columns);
-        for (int64_t row = 0; row < s->num_rows; row++)
-            swarmllm_round_inputs(version, inputs + row * s->arena_floats, 1, columns, (char *)s->inputs + row * bytes);
-    } else if (s->num_rows > 1) {
-        for (int64_t row = 0; row < s->num_rows; row++)
-            memcpy(s->inputs + row * columns, inputs + row * s->arena_floats, columns * sizeof(float));
-    }
+    for (int64_t row = 0; row < s->num_rows; row++, inputs += s->arena_floats)
+        if (is->matrix->rounds_inputs)
+            swarmllm_round_inputs(swarmllm_int8_version(LEVEL), inputs, 1, columns,
+                                  (char *)s->inputs + row * swarmllm_rounded_bytes(columns));
+        else if (s->num_rows > 1)
+            memcpy(s->inputs + row * columns, inputs, columns * sizeof(float));
 }
 
 /* The rows [start, end) of a matrix by all inputs. */
