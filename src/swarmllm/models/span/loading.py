@@ -74,7 +74,7 @@ def load_block_span(
     `num_offloaded` of them are in the device's memory only while they compute (`offload`). A processor's are kept in a
     file in `offload_dir`, by default among temporary files. Results of probes are kept in `probes_dir` for the next
     start. Each process of `group` gets some rows of all matrices. `activations`: "int8" rounds inputs of quantized
-    weights.
+    weights, "auto" those of weights that gain by it.
 
     Raises:
         ConfigurationError: the model has no such blocks, can't quantize them that way, or there is no room to offload.
@@ -99,8 +99,8 @@ def load_block_span(
                 model = read(span, unused, digests, progress=progress)
             blocks = BlockSpan(model, span, digests.of(span), offloaded, group)
         _probed(blocks, known)  # not within separate_weights: products decode in pieces
-        if activations == "int8":  # after the probes, which look for smaller differences
-            round_inputs(blocks.slots.modules())
+        if activations != "none":  # after the probes, which look for smaller differences
+            round_inputs(blocks.slots.modules(), if_faster=activations == "auto")
         return blocks
 
     unused = unused_before_blocks(checkpoint.config, stack_of(checkpoint.config, span))
