@@ -49,6 +49,8 @@ async def greeted(
     server.make_offer = partial(door.offer, server)
     client.take_offer = partial(dialler.take_offer, client, HOST)
     await asyncio.gather(hello(client), welcome(server))
+    await client.ping()  # as keepalive does: only near peers are dialled
+    client.liveness.least_round_trip_s = 1e-9  # on however busy a machine
     assert client.offered is not None
     client.offered = client.offered.model_copy(update=change)
     yield client, server

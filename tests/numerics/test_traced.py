@@ -254,6 +254,38 @@ def test_attention(
     assert (got - wanted).abs().max() <= 16 * torch.finfo(dtype).eps * wanted.abs().max().clamp_min(1)
 
 
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_several_threads_compute_what_one_does(num_rows: int) -> None:
+    random = torch.Generator().manual_seed(num_rows)
+    matrix = kernels.Matrix(
+        torch.randint(-127, 127, (2100, 1024), dtype=torch.int8, generator=random), torch.rand(2100, 1) / 1024
+    )
+    last, count = (0, 0, 0, 1), 700
+    keys, values = (torch.randn(num_rows, 4, count, 64, generator=random) for _ in range(2))
+    operations = [
+        Operation(Kind.PRODUCT, (1, 1, 1, 2100), View(1, 0, last), View(0, 0, last), matrix=matrix, rounds=True),
+        Operation(Kind.ATTEND, (4, 2, 64, 64), View(2, 0, last), View(1, 0, (0, 64, 1, 0)), number=0.1),
+        Operation(Kind.ADD, (1, 1, 1, 512), View(3, 0, last), View(2, 0, last), View(0, 0, last), number=1.0),
+        Operation(Kind.COPY, (1, 1, 1, 512), View(3, 512, last), View(1, 0, last)),
+    ]
+    sizes = {0: 1024, 1: 2100, 2: 512, 3: 1024}
+    entries = {0: (0, View(0, 0, last)), 1: (len(operations), View(3, 0, last))}
+    line = Line(Recorded(operations, sizes, entries, None), torch.float32, 1024)
+    hidden = torch.randn(num_rows, 1024, generator=random)
+    of_rows = [(keys[row].data_ptr(), values[row].data_ptr(), count, count, count - 1) for row in range(num_rows)]
+    rows = Rows(hidden, range(num_rows), [number for row in of_rows for number in row], count)
+    before, outputs = torch.get_num_threads(), []
+    try:
+        for num_threads in (1, 2, 4):
+            torch.set_num_threads(num_threads)
+            outputs += [line.run(rows, 0, 1) for _ in range(5)]
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, outputs[0]) for one in outputs)
+    wanted = functional.linear(hidden, matrix.dequantize(0, 2100))
+    assert (outputs[0][:, 512:] - wanted[:, :512]).abs().max() <= 2**-7 * wanted.abs().max()
+
+
 FUNCTIONS = {
     Kind.EXPONENTIAL: torch.exp, Kind.SIGMOID: torch.sigmoid, Kind.SILU: functional.silu, Kind.GELU: functional.gelu,
     Kind.GELU_TANH: lambda x: functional.gelu(x, approximate="tanh"), Kind.TANH: torch.tanh, Kind.COSINE: torch.cos,

@@ -168,6 +168,7 @@ async def test_the_last_words_of_a_handler_are_heard_by_a_peer_that_is_still_sen
 async def used(server: Peer, client: Peer, directory: str | None = None) -> FrameStream:
     """A stream that was greeted and used once."""
     stream = await greeted(client.open_stream(server.peer_id))
+    stream.liveness.least_round_trip_s = 1e-9  # however busy this machine is, the peer counts as near
     if directory is not None and stream.offered is not None:
         stream.offered = stream.offered.model_copy(update={"directory": directory})
     await stream.send(MessageType.STEP, {"id": 1}, [b"hello"])

@@ -12,11 +12,12 @@ from tests.direct_streams import HOST, SERVER_ID, greeted, opened_door, use, wai
 
 from swarmllm.errors import ConfigurationError
 from swarmllm.files import PrivateDirectory
+from swarmllm.network.p2p import direct
 from swarmllm.network.p2p.addresses import hosts_of
 from swarmllm.network.p2p.direct import DirectDialler, Door, _listen, _socket_beside, dial
 from swarmllm.network.wire.messages import DirectOffer
 
-BIG = 3 << 20
+BIG = 2 << 20
 
 
 @pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
@@ -25,12 +26,15 @@ def test_a_stream_that_is_used_moves(loop_factory: Callable[[], asyncio.Abstract
     async def run() -> None:
         dialler, change = DirectDialler(), {"directory": ""} if where == "over TLS" else {"port": 1}
         async with opened_door() as door, greeted(door, dialler, change) as (client, server):
-            await client.ping()
             assert client.offered is not None  # signs of life are no use
             await use(client, server, BIG)
             await wait_until(lambda: client.is_moved and server.is_moved)
             transport = client._transport
             assert (transport.get_extra_info("ssl_object") is not None) == (where == "over TLS")
+            if where == "over TLS":
+                for side in (client, server):  # small messages would wait for each other
+                    own = side._transport.get_extra_info("socket")
+                    assert own.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
             await use(client, server, BIG)
             await client.ping()
             assert client.offered is None
@@ -65,6 +69,19 @@ async def test_a_stream_stays_where_it_is(change: dict[str, object], caplog: pyt
         async with greeted(door, dialler, {}) as (client, server):
             await use(client, server)
             assert not dialler._tasks
+        await dialler.close()
+
+
+async def test_far_peers_are_left_to_the_daemons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until a shorter round trip shows that it was the machine that was busy."""
+    dialler = DirectDialler()
+    async with opened_door() as door, greeted(door, dialler) as (client, server):
+        monkeypatch.setattr(direct, "NEAR_S", -1.0)
+        await use(client, server)
+        assert client.offered is not None
+        monkeypatch.setattr(direct, "NEAR_S", 60.0)
+        await use(client, server)
+        await wait_until(lambda: client.is_moved)
         await dialler.close()
 
 

@@ -1,4 +1,4 @@
-"""Direct connections: streams leave p2pd as soon as they are used, if the dialling side can reach the other one.
+"""Direct connections: streams leave p2pd when they are used, if the other side is near and can be dialled.
 
 A stream through two daemons costs half a millisecond and two more copies on each way. So a server has a `Door`: a TCP
 port of its own, and a socket for programs of the same user on the same machine. Its greeting, which libp2p encrypts and
@@ -53,6 +53,9 @@ ACCEPTED = b"\x01"
 SOCKET = "direct.sock"
 """The door's socket in the private directory of its process."""
 
+NEAR_S = 0.02
+"""Longest round trip to a peer that is dialled. On a longer way the daemons cost next to nothing, and their connection
+knows the network's speed already, whereas a new one begins slowly. Assumed."""
 KNOCK_S = 2.0
 """For the first bytes of a connection. They are sent with the handshake of TCP."""
 HANDSHAKE_S = 5.0
@@ -81,15 +84,21 @@ class DirectDialler:
         self._failed_at: dict[str, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def take_offer(self, stream: FrameStream, host: str, offer: DirectOffer) -> None:
-        """Dial the peer of this stream, in the background. `host`: the other end of the present connection."""
-        loop = asyncio.get_running_loop()
+    def take_offer(self, stream: FrameStream, host: str, offer: DirectOffer) -> bool:
+        """Dial the peer of this stream, in the background. `host`: the other end of the present connection.
+
+        Returns False if it isn't time to: the peer is far away, or could not be dialled a moment ago.
+        """
+        loop, round_trip_s = asyncio.get_running_loop(), stream.liveness.least_round_trip_s
+        if round_trip_s is None or round_trip_s > NEAR_S:
+            return False
         if loop.time() - self._failed_at.get(stream.peer_id, -RETRY_S) < RETRY_S:
-            return
+            return False
         task = loop.create_task(self._move(stream, host, offer), name="dial a direct connection")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         stream.gone.add_done_callback(lambda _: task.cancel())
+        return True
 
     async def _move(self, stream: FrameStream, host: str, offer: DirectOffer) -> None:
         try:
@@ -143,7 +152,7 @@ class Door:
         except OSError as error:
             raise ConfigurationError(
                 f"can't listen for direct connections at {', '.join(hosts)}, port {port}: {error.strerror}; "
-                "choose another --direct_port, or none"
+                "choose another --direct_port, or 0 for none"
             ) from None
         port = listeners[0].getsockname()[1]
         beside = socket.socket(socket.AF_UNIX)
@@ -263,6 +272,8 @@ async def _knock(
     async with asyncio.timeout(HANDSHAKE_S):
         try:
             sock.setblocking(False)
+            if tls is not None:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             await loop.sock_connect(sock, address)
             await loop.sock_sendall(sock, MAGIC + _name_of(offer.ticket))
         except BaseException:
@@ -272,7 +283,7 @@ async def _knock(
         try:
             if tls is not None:
                 shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
-                if hashlib.sha256(shown).digest() != offer.certificate:
+                if hashlib.sha256(shown or b"").digest() != offer.certificate:
                     raise EOFError("it shows another certificate")
             writer.write(offer.ticket)
             if await reader.readexactly(len(ACCEPTED)) != ACCEPTED:
@@ -286,8 +297,6 @@ async def _knock(
 async def _streams(sock: socket.socket, tls: ssl.SSLContext | None, *, server_side: bool) -> ByteStream:
     """Make this connected socket a stream. The socket is closed if that fails."""
     loop = asyncio.get_running_loop()
-    if sock.family != socket.AF_UNIX:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     reader = asyncio.StreamReader(limit=BUFFER_BYTES, loop=loop)
     protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
     if server_side:
@@ -331,6 +340,7 @@ def _listen(hosts: Sequence[str], port: int) -> list[socket.socket]:
             for host in hosts:
                 bound.append(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
                 bound[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                bound[-1].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # its connections inherit it
                 if ":" in host:
                     bound[-1].setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
                 bound[-1].bind((host, port if len(bound) == 1 else bound[0].getsockname()[1]))

@@ -102,8 +102,8 @@ class FrameStream(asyncio.Protocol):
     """Makes the offer of a direct connection for the greeting. None: none is offered."""
     offered: DirectOffer | None = None
     """The peer's offer, until it is taken."""
-    take_offer: Callable[[DirectOffer], None] | None = None
-    """Called with the offer when the stream is used for the first time after the greeting."""
+    take_offer: Callable[[DirectOffer], bool] | None = None
+    """Called with the offer when the stream is used after the greeting, until it returns True."""
 
     def __init__(
         self, peer_id: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES, stall_timeout_s: float = STALL_TIMEOUT_S
@@ -181,9 +181,8 @@ class FrameStream(asyncio.Protocol):
             PeerUnreachableError, PeerTimeoutError, RemoteProtocolError, SessionClosedError: the stream has ended.
             LocalProtocolError: the message is invalid.
         """
-        if self.offered is not None and self.take_offer is not None:
-            offer, self.offered = self.offered, None
-            self.take_offer(offer)
+        if self.offered is not None and self.take_offer is not None and self.take_offer(self.offered):
+            self.offered = None
         if kind in CONTROL_TYPES:  # may overtake a long message
             self._write_control(kind, header)
             if self._transport is not None and self._transport.get_write_buffer_size() > 2 * WRITE_BUFFER_BYTES:
