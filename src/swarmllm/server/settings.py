@@ -56,8 +56,8 @@ class BlocksConfig(ModelConfig):
     activations: str = "none"
     """Rounding of the inputs of quantized weights in sessions: auto, none or int8. "none" multiplies them as they are.
     "int8" rounds them to 8 bits, token by token in groups of 32, on CPUs. Prompts and several sessions are computed up
-    to twice as fast then; docs/hosting-rare.md says what it costs. "auto" = int8 on processors with VNNI. Forwards
-    without a session, which trainings use, never round."""
+    to twice as fast then; docs/hosting-rare.md says what it costs. "auto" = on processors with VNNI, for
+    weights that gain by it. Forwards without a session, which trainings use, never round."""
     device: tuple[str, ...] = ("auto",)
     """Torch devices; auto = all GPUs if there are any, else cpu. Each of several devices gets a server process of its
     own, with an equal share of the blocks. `num_blocks` and `block_indices` count for all devices together, all other

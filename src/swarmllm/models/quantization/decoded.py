@@ -124,9 +124,8 @@ class Decoded(Packed):
     def _matrix(self) -> kernels.Matrix:
         """This matrix, as the kernels want it."""
 
-    @property
-    def can_round_inputs(self) -> bool:
-        return self._in_kernels and super().can_round_inputs
+    def can_round_inputs(self, *, faster: bool = False) -> bool:
+        return self._in_kernels and super().can_round_inputs(faster=faster)
 
     @abstractmethod
     def _decoded(self, rows: dict[str, Tensor]) -> Tensor:

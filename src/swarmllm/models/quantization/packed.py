@@ -177,13 +177,12 @@ class Packed:
             weight[start:end] = rows if scale is None else rows.mul_(scale[start:end, None])
         return weight
 
-    @property
-    def can_round_inputs(self) -> bool:
-        """True if the kernels multiply these codes by rounded inputs, here."""
+    def can_round_inputs(self, *, faster: bool = False) -> bool:
+        """True if the kernels multiply these codes by rounded inputs, here; `faster`: and gain by it."""
         if len(self.shape) > 2:
-            return self[0].can_round_inputs
+            return self[0].can_round_inputs(faster=faster)
         matrix = self._matrix() if self.device.type == "cpu" and kernels.library() is not None else None
-        return matrix is not None and matrix.takes_rounded
+        return matrix is not None and (matrix.is_faster_rounded if faster else matrix.takes_rounded)
 
     def _multiply_rounded(self, inputs: Tensor) -> Tensor:
         """`multiply` with each input rounded by itself: no input has an effect on another."""
@@ -335,7 +334,9 @@ def scale_dtype(dtype: torch.dtype) -> torch.dtype:
 class LlmInt8(Int8):
     """Codes and scales of `Int8`; each input has a scale of its own, as each row of the weight has."""
 
-    can_round_inputs = False  # it rounds them in its own way
+    def can_round_inputs(self, *, faster: bool = False) -> bool:
+        """No: it rounds them in its own way."""
+        return False
 
     def multiply(self, inputs: Tensor) -> Tensor:
         wide = inputs.float()

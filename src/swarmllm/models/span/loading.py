@@ -75,7 +75,7 @@ def load_block_span(
     `num_offloaded` of them are in the device's memory only while they compute (`offload`). A processor's are kept in a
     file in `offload_dir`, by default among temporary files. Results of probes are kept in `probes_dir` for the next
     start. Each process of `group` gets parts of all matrices, and runs the blocks with them if that fits (`together`).
-    `activations`: "int8" rounds inputs of quantized weights.
+    `activations`: "int8" rounds inputs of quantized weights, "auto" those of weights that gain by it.
 
     Raises:
         ConfigurationError: the model has no such blocks, can't quantize them that way, or there is no room to offload.
@@ -101,8 +101,8 @@ def load_block_span(
                 model = read(span, unused, digests, progress=progress)
             blocks = BlockSpan(model, span, digests.of(span), offloaded, group)
         _probed(blocks, known)  # not within separate_weights: products decode in pieces
-        if activations == "int8":  # after the probes, which look for smaller differences
-            round_inputs(blocks.slots.modules())
+        if activations != "none":  # after the probes, which look for smaller differences
+            round_inputs(blocks.slots.modules(), if_faster=activations == "auto")
         return blocks
 
     unused = unused_before_blocks(checkpoint.config, stack_of(checkpoint.config, span))
