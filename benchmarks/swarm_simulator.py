@@ -11,6 +11,7 @@ seed gives the same run. It simulates:
 """
 
 import heapq
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +21,7 @@ from functools import partial
 from swarmllm.config import BALANCE_QUALITY, RECORD_PERIODS, RENEWAL_PERIODS
 from swarmllm.data_structures import ServerInfo, ServerState, Span, SwarmSnapshot
 from swarmllm.swarm.placement import block_throughputs, choose_span, claim_stands, plan_move
+from swarmllm.swarm.planning import Machine
 from swarmllm.swarm.route_costs import HOP_COST_MS
 from swarmllm.swarm.routing import find_route, route_cost_ms
 
@@ -316,6 +318,25 @@ def mixed_servers(count: int, *, max_blocks: int, seed: int) -> list[ServerSpec]
             )
         )
     return specs
+
+
+def planned_machines(specs: Sequence[ServerSpec], block_bytes: int, *, seed: int) -> list[Machine]:
+    """The same servers as machines of a plan, for blocks of this size."""
+    rng = random.Random(seed)
+    return [
+        Machine(
+            peer_id=f"{rng.getrandbits(64):016x}-{index:031d}",
+            memory_bytes=math.ceil(spec.num_blocks * block_bytes * 1.02),  # memory is rounded down by 1.6 % at most
+            bytes_per_s=block_bytes * 1e3 / spec.decode_ms_per_block,
+            block_tokens_per_s=spec.throughput * spec.num_blocks,
+        )
+        for index, spec in enumerate(specs)
+    ]
+
+
+def planned_bound(machines: Sequence[Machine], num_blocks: int) -> float:
+    """`bottleneck_bound` of machines that aren't placed yet."""
+    return sum(machine.block_tokens_per_s for machine in machines) / num_blocks
 
 
 def grown_swarm(settings: SimulationSettings, specs: Sequence[ServerSpec], *, over_s: float) -> SwarmSimulator:

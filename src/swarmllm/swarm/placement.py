@@ -19,7 +19,7 @@ Why wait twice as long: if the claims of two servers depend on each other, the s
 the other's claim stood. With a shorter wait, both could leave blocks that only the two of them hold.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -49,12 +49,13 @@ def choose_span(snapshot: SwarmSnapshot, num_blocks: int) -> Span:
     not always do that.
     """
     num_blocks = min(num_blocks, snapshot.num_blocks)
-    totals = _Swarm.of(snapshot).totals
-    start = min(
-        range(snapshot.num_blocks - num_blocks + 1),
-        key=lambda first: (sorted(totals[first : first + num_blocks]), first),
-    )
-    return Span(start, start + num_blocks)
+    starts = range(snapshot.num_blocks - num_blocks + 1)
+    return weakest_window(_Swarm.of(snapshot).totals, [Span(start, start + num_blocks) for start in starts])
+
+
+def weakest_window(totals: Sequence[float], spans: Iterable[Span]) -> Span:
+    """The span with the lowest throughputs, compared from the weakest block up; the first of equals."""
+    return min(spans, key=lambda span: (sorted(totals[span.start : span.end]), span))
 
 
 def describe_choice(snapshot: SwarmSnapshot, span: Span) -> str:

@@ -140,6 +140,12 @@ class Decoded(Packed):
     def _output_scale(self) -> None:
         return None
 
+    def _row_bytes(self, dtype: torch.dtype) -> int:
+        """Rows are decoded to float32 first. Measured (5632×2048, q8_0, 128 inputs, bfloat16): 11 ms if both fit into
+        the cache, 13 to 18 if not."""
+        first = 0 if dtype.itemsize >= torch.float32.itemsize else torch.float32.itemsize
+        return super()._row_bytes(dtype) + self.shape[1] * first
+
     def _kernel_takes(self, inputs: Tensor) -> bool:
         return self._in_kernels and kernels_take(inputs)
 

@@ -248,14 +248,15 @@ class Matrix:
             part(0, self.rows)
             return
         cuts = [self.rows * index // num_parts for index in range(num_parts + 1)]
-        others = [_threads().submit(part, *cut) for cut in itertools.pairwise(cuts[1:])]
+        others = [threads().submit(part, *cut) for cut in itertools.pairwise(cuts[1:])]
         part(*cuts[:2])
         for other in others:
             other.result()
 
 
 @functools.cache
-def _threads() -> ThreadPoolExecutor:
+def threads() -> ThreadPoolExecutor:
+    """Threads that multiply beside the caller's."""
     return ThreadPoolExecutor(thread_name_prefix="kernels")
 
 

@@ -34,7 +34,7 @@ from swarmllm.models.span.packed_caches import PackingUnsupportedError, PaddedCa
 from swarmllm.models.span.page_pool import PagePool, Placed, why_no_kernels
 from swarmllm.models.span.paged_attention import SHORT_TOKENS, PagedAttention
 from swarmllm.models.span.span_cache import SpanCache
-from swarmllm.models.span.traced_step import TracedSteps, fits_one_thread
+from swarmllm.models.span.traced_step import TracedSteps
 from swarmllm.models.span.trials import random_inputs
 
 logger = logging.getLogger(__name__)
@@ -415,8 +415,6 @@ class Packer:
 
     def _traceable(self, calls: Sequence[SessionCall]) -> list[int]:
         """The calls of few new positions that can run traced; none if they have so many rows that torch is faster."""
-        if not fits_one_thread(self.blocks):
-            return []
         found = [idx for idx, call in enumerate(calls) if self._is_traceable(call)]
         num_rows = sum(calls[idx].inputs.batch_size * calls[idx].inputs.seq_len for idx in found)
         if num_rows > kernels.AT_A_TIME and num_rows > kernels.most_inputs(self.blocks.dtype):

@@ -383,7 +383,7 @@ class SpanCache(PhantomCache):
     def can_extend(self, batch_size: int) -> bool:
         """True if `extend` works: each block has buffers for so many rows."""
         return all(
-            type(layer) in BUFFERED and layer.key_buffer is not None and len(layer.key_buffer) == batch_size
+            type(layer) in BUFFERED and layer.key_buffer is not None and layer.key_buffer.size(0) == batch_size
             for layer in self._hosted_layers()
         )
 
@@ -567,6 +567,8 @@ def _window_of(layer: Any) -> int:
 
 def _state_of(layer: Any) -> dict[str, Any]:
     """The attributes of a cache layer. Keys and values are only ever appended or replaced, states are overwritten."""
+    if type(layer) in BUFFERED:
+        return dict(vars(layer))
     return {
         name: {key: part.clone() if isinstance(part, Tensor) else part for key, part in value.items()}
         if isinstance(value, dict)
