@@ -30,7 +30,7 @@ TIMEOUT_S = 30.0
 BUFFER_BYTES = 1 << 20
 """Asked for; systems give less. A sender waits less often for the receiver."""
 MUTUAL_BYTES = 32 << 10
-"""Two processes send each other at most this much at once: it has to fit into a socket's buffer."""
+"""Two processes send each other at most this much at the same time: it has to fit into a socket's buffer."""
 _LENGTH = struct.Struct("<Q")
 
 
@@ -343,6 +343,11 @@ class Plain(Packed):
 def multiplied(packed: Packed, bias: Tensor | None, inputs: Tensor) -> Tensor:
     """`[tokens, in]` → `[tokens, some of out]`; a `bias` is for `Plain` weights."""
     return packed.multiply(inputs, bias) if isinstance(packed, Plain) else packed.multiply(inputs)
+
+
+def are_mutual(num_processes: int, own: Tensor, most_bytes: int) -> bool:
+    """True if both of two processes send their products and combine them, so that none waits for the other's result."""
+    return num_processes == 2 and most_bytes <= MUTUAL_BYTES and own.device.type == "cpu"
 
 
 def added(parts: Sequence[Tensor]) -> Tensor:

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from swarmllm.models.parallel.exchange import (
-    MUTUAL_BYTES,
     Abandon,
     Call,
     Dequantize,
@@ -33,6 +32,7 @@ from swarmllm.models.parallel.exchange import (
     Multiply,
     MultiplyTransposed,
     SharedPart,
+    are_mutual,
     connected,
     multiplied,
 )
@@ -85,7 +85,7 @@ class Follower:
         if isinstance(received, Abandon):
             raise _AbandonedError
         assert isinstance(received, Tensor)
-        return combine([received, own]) if self._size == 2 and most_bytes <= MUTUAL_BYTES else received
+        return combine([received, own]) if are_mutual(self._size, own, most_bytes) else received
 
     def _call(self, call: Call) -> None:
         for number in call.dropped:

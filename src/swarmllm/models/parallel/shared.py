@@ -39,7 +39,6 @@ from swarmllm.errors import GroupLostError
 from swarmllm.files import PrivateDirectory
 from swarmllm.models.architecture import find_blocks
 from swarmllm.models.parallel.exchange import (
-    MUTUAL_BYTES,
     TIMEOUT_S,
     Abandon,
     Call,
@@ -56,6 +55,7 @@ from swarmllm.models.parallel.exchange import (
     Plain,
     SharedPart,
     added,
+    are_mutual,
     as_bytes,
     connected,
     multiplied,
@@ -286,7 +286,7 @@ class Group:
 
     def exchanged(self, own: Tensor, most_bytes: int, combine: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
         """Combine the products of all processes, which are of at most so many bytes, and give each the result."""
-        is_mutual = self.size == 2 and most_bytes <= MUTUAL_BYTES
+        is_mutual = are_mutual(self.size, own, most_bytes)
         if is_mutual:
             self._tell(own)
         parts = [own]

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -182,7 +183,8 @@ def _recorded(model: PreTrainedModel, span: Span, modules: Sequence[nn.Module]) 
     calls: dict[nn.Module, _Call] = {}
 
     def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        calls[module] = _Call(args, kwargs, _first(output))
+        args, kwargs, output = tree_map_only(Tensor, torch.clone, (args, kwargs, _first(output)))  # some go on in place
+        calls[module] = _Call(args, kwargs, output)
 
     hooks = [module.register_forward_hook(note, with_kwargs=True) for module in modules]
     blocks = BlockSpan(model, span, "")
