@@ -31,16 +31,21 @@ class AnyPython(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
-HEADERS = ("products", "side_by_side", "vectors", "weight", "bit_planes", "gguf_blocks")
+HEADERS = (
+    *("compiler", "products", "side_by_side", "int8_products", "vectors", "weight", "bit_planes", "gguf_blocks"),
+    *("step", "step_line"),
+)
+SOURCES = ("kernels", "products_3", "products_4", "int8_kernels", "int8_3", "int8_3_vnni", "int8_4_vnni")
 
 setup(
     cmdclass={"build_ext": BuildKernels, "bdist_wheel": AnyPython},
     ext_modules=[
         Extension(
             "swarmllm.models.quantization._kernels",
-            [f"{HERE}/{name}.c" for name in ("kernels", "products_3", "products_4")],
+            [f"{HERE}/{name}.c" for name in SOURCES],
             depends=[f"{HERE}/{name}.h" for name in HEADERS],
             extra_compile_args=["-O3", "-fno-math-errno", "-fno-trapping-math", "-g0"],
+            libraries=["m"],
             optional=True,
         )
     ],

@@ -57,12 +57,17 @@ COMMANDS = {
     "models": Command(
         "swarmllm.commands.models",
         "models that fit this machine or a swarm's, and how fast",
-        "swarmllm models --folders ~/models",
+        "swarmllm models --model ~/models",
     ),
     "adapters": Command(
         "swarmllm.commands.adapters",
         "adapters and heads that others have shared on the hub",
         "swarmllm adapters --base HUB_ID --task text-classification",
+    ),
+    "calibrate": Command(
+        "swarmllm.commands.calibrate",
+        "note how large the inputs of weights are, for servers in few bits",
+        "swarmllm calibrate --model M --text FILE --output FILE",
     ),
     "doctor": Command(
         "swarmllm.commands.doctor",

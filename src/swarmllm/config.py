@@ -21,6 +21,7 @@ BALANCE_QUALITY = 0.9
 of its possible speed. At 0.9 a server in a changing swarm still moves less than once an hour."""
 
 COMPRESSIONS = ("auto", "none", "int8")
+HEADS = ("none", "int8")
 RENEWAL_PERIODS = 0.5
 RECORD_PERIODS = 1.25
 """RENEWAL_PERIODS: time between two announcements, in update periods. RECORD_PERIODS: lifetime of an announcement. So a
@@ -298,6 +299,10 @@ class ClientConfig(SwarmConfig):
     the bytes of bfloat16. "auto" uses int8 where it pays: for messages of 256 KiB or more over connections slower
     than 150 Mbit/s, and leaves the direction from servers to their own `--compression`. With `verify_fraction`,
     "auto" means "none"."""
+    head: str = "none"
+    """Rounding of the head's weights for writing text: none or int8. "none" is exact. "int8" reads half the memory of
+    bfloat16 for each token, which pays for large vocabularies, and may change a token in rare places. It takes half as
+    much memory in addition. Training uses the exact weights."""
     verify_fraction: float = in_file(0.0)
     """Share of steps and forwards to recompute on other servers, 0 to 1, to find servers that lie. Forwards are relayed
     then, even if `push` is true: otherwise a server could show this client one result and pass on another.
@@ -338,6 +343,7 @@ class ClientConfig(SwarmConfig):
         if not 0 < self.verify_tolerance < 1:
             raise ConfigurationError(f"verify_tolerance must be above 0 and below 1, not {self.verify_tolerance}")
         require_known("compression", self.compression, COMPRESSIONS)
+        require_known("head", self.head, HEADS)
         if self.verify_fraction and self.compression == "auto":
             # checks compare closely, so nothing may be rounded on the way
             object.__setattr__(self, "compression", "none")

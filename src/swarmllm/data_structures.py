@@ -198,6 +198,8 @@ class ServerInfo(PeerModel):
     small there."""
     dtype: Annotated[PeerText, Field(max_length=32)] = "float32"
     quant_type: Annotated[PeerText, Field(max_length=32)] = "none"
+    activations: Annotated[PeerText, Field(max_length=32)] = "none"
+    """How inputs of quantized weights are rounded in sessions."""
     version: Annotated[PeerText, Field(max_length=32)] = ""
     public_name: Annotated[PeerText, Field(max_length=64)] = ""
     hardware: Annotated[PeerText, Field(max_length=64)] = ""

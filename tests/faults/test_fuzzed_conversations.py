@@ -34,7 +34,16 @@ from mistakes import logged_mistakes
 from swarmllm.errors import RemoteProtocolError, SwarmError
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.network.wire import stream as stream_module
-from swarmllm.network.wire.frames import FORMAT, MAGIC, OPTIONAL, PREFIX, FrameDecoder, MessageType, encode_message
+from swarmllm.network.wire.frames import (
+    CONTROL_TYPES,
+    FORMAT,
+    MAGIC,
+    OPTIONAL,
+    PREFIX,
+    FrameDecoder,
+    MessageType,
+    encode_message,
+)
 from swarmllm.network.wire.protocol import FrameStream, hello
 from swarmllm.network.wire.tensor_codec import encode_tensors
 
@@ -275,9 +284,7 @@ def fuzz_decoder(count: int, seed: int) -> None:
         wire = bytearray()
         for _ in range(generator.randint(1, 3)):
             kind = generator.choice([kind for kind in MessageType if kind is not MessageType.CONTINUE])
-            size = (
-                0 if kind in (MessageType.PING, MessageType.PONG, MessageType.ERROR) else generator.choice((0, 9, 300))
-            )
+            size = 0 if kind in CONTROL_TYPES else generator.choice((0, 9, 300))
             header = {"id": generator.choice(NUMBERS), "session": "x" * 32}
             wire += b"".join(encode_message(kind, header, [generator.randbytes(size)]))
         for _ in range(generator.randint(1, 4)):

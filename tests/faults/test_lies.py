@@ -151,6 +151,13 @@ def test_which_servers_can_be_checked(quant_type: str, dtype: str, tolerance: fl
     assert is_checkable(server, ClientConfig(verify_tolerance=tolerance)) is (needed <= tolerance)
 
 
+@pytest.mark.parametrize(("activations", "needed"), [("none", 0.1), ("int8", 0.15), ("from the future", math.inf)])
+def test_servers_that_round_activations_differ_more(activations: str, needed: float) -> None:
+    assert (
+        honest_error(ServerInfo(peer_id="p" * 46, start=0, end=1, dtype="bfloat16", activations=activations)) == needed
+    )
+
+
 @pytest.mark.parametrize("tolerance", [0.0, -1.0, 1.0, math.nan])
 def test_tolerances_that_make_no_sense(tolerance: float) -> None:
     with pytest.raises(ConfigurationError, match="verify_tolerance"):

@@ -24,6 +24,7 @@ SENT: dict[MessageType, set[str]] = {
     MessageType.HELLO: {"min_version", "max_version", "software", "fingerprint", "encodings"},
     MessageType.PING: {"n"},
     MessageType.PONG: {"n"},
+    MessageType.MOVED: set(),
     MessageType.OPEN: {
         "id", "session", "token", "start", "end", "batch_size", "max_length", "epoch", "adapter", "served_adapter",
         "compression", "source_length", "record_past",

@@ -65,6 +65,27 @@ def test_weights_that_come_from_such_blocks_are_found_again(kind: int) -> None:
     assert lost < 0.1 * _error(once, _normal())
 
 
+@pytest.mark.parametrize("kind", KIND_IDS, ids=[KINDS[kind][0] for kind in KIND_IDS])
+def test_columns_that_count_more_have_smaller_errors(kind: int) -> None:
+    weight, importance = _normal(), torch.rand(1024, generator=torch.Generator().manual_seed(1)).square() * 4
+    importance[::50] = 100.0
+    wrong = [
+        float(((dequantize(kind, quantize(weight, kind, one)) - weight).square() * importance).sum())
+        for one in (None, importance)
+    ]
+    assert wrong[1] < 0.75 * wrong[0]
+    assert torch.equal(quantize(weight, kind, torch.full((1024,), 3.0)), quantize(weight, kind))
+    assert torch.equal(quantize(weight, kind, torch.zeros(1024)), quantize(weight, kind))  # no inputs have been seen
+
+
+def test_each_expert_has_its_own_importance() -> None:
+    weight = _normal().view(2, 64, 1024)
+    importance = torch.rand(2, 1024, generator=torch.Generator().manual_seed(1))
+    for kind in KIND_IDS:
+        apart = [quantize(one, kind, counts) for one, counts in zip(weight, importance, strict=True)]
+        assert torch.equal(quantize(weight, kind, importance), torch.stack(apart))
+
+
 def test_a_weight_beyond_float16_is_no_infinity() -> None:
     for kind in KIND_IDS:
         assert _again(torch.full((1, 256), 1e30), kind).isfinite().all()

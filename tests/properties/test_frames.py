@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from swarmllm.errors import RemoteProtocolError
 from swarmllm.network.wire.frames import (
     CHUNK_BYTES,
+    CONTROL_TYPES,
     FORMAT,
     LARGE_TYPES,
     MAGIC,
@@ -26,7 +27,7 @@ plain = st.recursive(
     max_leaves=8,
 )
 headers = st.dictionaries(st.text(max_size=8), plain, max_size=6)
-kinds = st.sampled_from([kind for kind in MessageType if kind >= MessageType.HELLO])
+kinds = st.sampled_from([kind for kind in MessageType if kind >= MessageType.HELLO and kind not in CONTROL_TYPES])
 sizes = st.one_of(
     st.integers(0, 300), st.sampled_from([CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 2 * CHUNK_BYTES, 700_001])
 )

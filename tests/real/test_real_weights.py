@@ -68,6 +68,17 @@ def test_other_ways_to_choose_tokens(served: Served, options: dict[str, Any]) ->
     assert_same_tokens(served.model, served.local, manual(served, 30), max_new_tokens=10, **options)
 
 
+def test_a_head_of_8_bits(served: Served) -> None:
+    """Probabilities differ by little, and the text makes sense."""
+    ids = manual(served, 60)
+    with served.connect(speculation="off", head="int8") as model, torch.no_grad():
+        found, wanted = (one(ids, logits_to_keep=40).logits.log_softmax(-1) for one in (model, served.local))
+        text = model.generate(served.ids(CAPITAL), max_new_tokens=8, do_sample=False)
+    divergence = (wanted.exp() * (wanted - found)).sum(-1).mean()
+    assert 0 < divergence < 2e-3
+    assert ("France" if served.real.is_gemma else "Paris") in served.tokenizer.decode(text[0])
+
+
 def test_texts_longer_than_the_window(gemma: Served) -> None:
     """Most of Gemma's blocks see the last 512 positions only."""
     ids = manual(gemma, WINDOW + 60)

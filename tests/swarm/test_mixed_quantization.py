@@ -86,3 +86,21 @@ def test_servers_of_few_bits_beside_one_of_8(quant_type: str, tmp_path: Path) ->
                 one(inputs_embeds=embeds, labels=ids).loss.backward()
                 gradients.append(embeds.grad)
             torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.rotates(4)
+def test_a_server_that_rounds_activations_takes_over_from_its_like(tmp_path: Path) -> None:
+    """The tokens are those of a session without a failure; the record says that they round, and forwards don't."""
+    path = save_llama(tmp_path, num_blocks=4, hidden_size=192, intermediate_size=256)
+    options = {"num_threads": 1, "quant_type": "int8", "activations": "int8"}
+    ids = prompt(length=PROMPT_TOKENS)
+    with LocalSwarm(path, spans=[(0, 4), (0, 4)], **options) as swarm, connected(path, swarm.initial_peers) as model:
+        assert {server.activations for server in model.swarm.servers()} == {"int8"}
+        expected = model.generate(ids, max_new_tokens=24, do_sample=False)
+        with model.inference_session(max_length=128) as session:
+            model.generate(ids, max_new_tokens=12, do_sample=False)
+            (used,) = session.route
+            next(server for server in swarm.servers if server.peer_id == used.server.peer_id).kill()
+            found = model.generate(expected[:, : PROMPT_TOKENS + 12], max_new_tokens=12, do_sample=False)
+            assert session.route[0].server.peer_id != used.server.peer_id
+    assert torch.equal(found, expected)

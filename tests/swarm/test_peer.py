@@ -165,6 +165,68 @@ async def test_the_last_words_of_a_handler_are_heard_by_a_peer_that_is_still_sen
         stream.abort()
 
 
+async def used(server: Peer, client: Peer, directory: str | None = None) -> FrameStream:
+    """A stream that was greeted and used once."""
+    stream = await greeted(client.open_stream(server.peer_id))
+    stream.liveness.least_round_trip_s = 1e-9  # however busy this machine is, the peer counts as near
+    if directory is not None and stream.offered is not None:
+        stream.offered = stream.offered.model_copy(update={"directory": directory})
+    await stream.send(MessageType.STEP, {"id": 1}, [b"hello"])
+    assert (await stream.receive()).payload == b"hello"
+    return stream
+
+
+@pytest.mark.parametrize("directory", [None, ""])
+async def test_streams_in_use_leave_the_daemons(server: Peer, client: Peer, directory: str | None) -> None:
+    """They go on when one daemon is frozen. Streams that were only greeted stay there."""
+    await server.serve_streams(polite_echo)
+    idle = await greeted(client.open_stream(server.peer_id))
+    stream = await used(server, client, directory)
+    await wait_until(lambda: server.num_direct_streams == client.num_direct_streams == 1)
+    os.kill(server.daemon_pid, signal.SIGSTOP)
+    try:
+        await stream.send(MessageType.STEP, {"id": 2}, [bytes(4 << 20)])
+        assert (await stream.receive()).payload == bytes(4 << 20)
+    finally:
+        os.kill(server.daemon_pid, signal.SIGCONT)
+    assert not idle.is_moved
+    await stream.close()
+    await wait_until(lambda: not server.num_direct_streams)
+
+
+@pytest.mark.parametrize("side", ["server", "client"])
+async def test_direct_connections_can_be_switched_off(new_peer: NewPeer, side: str) -> None:
+    server = await new_peer(direct_port=0 if side == "server" else None)
+    client = await new_peer(server, client_mode=True, direct_port=0 if side == "client" else None)
+    await server.serve_streams(polite_echo)
+    stream = await used(server, client)
+    assert stream.take_offer is None or stream.offered is None
+    assert stream._move is None
+
+
+async def test_no_door_behind_forwarded_addresses_unless_its_port_is_named(new_peer: NewPeer) -> None:
+    """Nobody has forwarded an arbitrary port. Proxies of tests are such addresses, too: nothing may bypass them."""
+    ports = []
+    for _ in range(2):
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            ports.append(probe.getsockname()[1])
+    place = {"host_maddrs": [f"/ip4/127.0.0.1/tcp/{ports[0]}"], "announce_maddrs": [f"/ip4/127.0.0.1/tcp/{ports[0]}"]}
+    for direct_port in (None, ports[1]):
+        server = await new_peer(**place, direct_port=direct_port)
+        client = await new_peer(server, client_mode=True)
+        await server.serve_streams(polite_echo)
+        stream = await used(server, client, "")
+        if direct_port is None:
+            assert stream.offered is None
+            assert client._direct is not None
+            assert not client._direct._tasks
+        else:
+            await wait_until(lambda: stream.is_moved)  # noqa: B023
+            assert stream._transport.get_extra_info("peername")[1] == direct_port
+        await client.close()
+        await server.close()
+
+
 async def test_64_mib_both_ways_while_pings_go_through(server: Peer, client: Peer) -> None:
     await server.serve_streams(polite_echo)
     stream = await greeted(client.open_stream(server.peer_id))

@@ -21,6 +21,7 @@ from swarmllm.__main__ import COMMANDS, help_text, main
 from swarmllm.client.text_generation import TextConfig
 from swarmllm.command_line import Parser, docstrings, is_in_file, one_line, run_program
 from swarmllm.commands.adapters import Search
+from swarmllm.commands.calibrate import Calibrate
 from swarmllm.commands.chat import ChatConfig
 from swarmllm.commands.dht import DhtConfig
 from swarmllm.commands.doctor_findings import DoctorConfig
@@ -163,6 +164,7 @@ CONFIGS = {
     "gateway": GatewayConfig,
     "models": ModelsConfig,
     "adapters": Search,
+    "calibrate": Calibrate,
     "doctor": DoctorConfig,
     "demo": DemoConfig,
 }
@@ -172,7 +174,7 @@ WITHOUT_FLAG = {"swarm_name", "machine", "peers_beside"}
 NOT_ASKED = {
     "dht": {"lan_discovery"},
     "status": {"identity_path"},
-    "models": {"identity_path"},
+    "models": {"identity_path", "lan_discovery"},
     "doctor": {"stop_on_stdin_eof"},
 }
 """Shared fields of which a command makes no use."""

@@ -17,6 +17,7 @@ from swarmllm.errors import ConfigurationError
 from swarmllm.swarm.planning import Link, Machine, PlannedModel
 
 MIB = 1 << 20
+PEER = "/ip4/127.0.0.1/tcp/4000/p2p/12D3KooWFfoRMzqUD91vDKX6igC7p7M2G2EMN2SZG28GBvt4SvGU"
 SMALL = PlannedModel(block_bytes={"int8": [8 * MIB] * 4, "q4_k": [4 * MIB] * 4}, read_share=0.5)
 
 
@@ -103,7 +104,7 @@ def catalogue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_catalogue_as_text(catalogue: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asyncio.run(models.show_models(ModelsConfig(folders=(str(catalogue),))))
+    asyncio.run(models.show_models(ModelsConfig(model=(str(catalogue),))))
     headline, empty, head, *lines = capsys.readouterr().out.splitlines()
     assert (headline, empty) == ("a machine", "")
     assert head.split() == ["model", "is", "blocks", "one", "text", "at", "a", "time"]
@@ -117,7 +118,7 @@ def test_the_catalogue_as_text(catalogue: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_the_catalogue_as_json(catalogue: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asyncio.run(models.show_models(ModelsConfig(folders=(str(catalogue / "good"),), json=True)))
+    asyncio.run(models.show_models(ModelsConfig(model=(str(catalogue / "good"),), json=True)))
     found = json.loads(capsys.readouterr().out)
     assert found["known_models"]["date"]
     good, known = found["models"]
@@ -142,16 +143,15 @@ def test_models_of_the_hub_s_cache_are_listed(monkeypatch: pytest.MonkeyPatch, t
     for file in Path(embedded_model_path()).iterdir():
         (snapshot / file.name).symlink_to(file)
     monkeypatch.setenv("SWARMLLM_CACHE", str(tmp_path / "cache"))
-    assert models.places_on_this_machine(()) == [("me/tiny", str(snapshot))]
+    assert models.models_to_list(()) == [("me/tiny", str(snapshot))]
 
 
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"folders": ("/no/such/place",)}, "'/no/such/place' of --folders does not exist"),
+        ({"model": ("/no/such/place",)}, "'/no/such/place' does not exist"),
         ({"max_memory": "much"}, "max_memory must be in GB"),
-        ({"swarm": True, "lan_discovery": False}, "name peers of the swarm"),
-        ({"max_memory": "4", "swarm": True}, "--max_memory is for plans of this machine"),
+        ({"max_memory": "4", "initial_peers": (PEER,)}, "--max_memory is for plans of this machine"),
     ],
 )
 def test_unusable_settings_are_refused(settings: dict[str, Any], complaint: str) -> None:

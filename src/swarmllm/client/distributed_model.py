@@ -45,6 +45,7 @@ from swarmllm.models.checkpoint.fingerprint import fingerprint
 from swarmllm.models.checkpoint.skeleton import block_bytes
 from swarmllm.models.shell.client_shell import embed, head
 from swarmllm.models.shell.hollow_modules import remove_row_hooks
+from swarmllm.models.shell.int8_head import round_head
 from swarmllm.models.shell.loading import load_client_shell
 from swarmllm.models.shell.remote_cache import RemoteCache
 from swarmllm.models.shell.stack_forward import SplitForward
@@ -128,9 +129,9 @@ class DistributedModel(PreTrainedModel if TYPE_CHECKING else object):  # type: i
         """Take over what runs the blocks; `close()` closes the view's loop."""
         self.swarm, self.remote_blocks, self.remote_encoder_blocks = view, blocks, encoder
         self.swarm_origin, self._finalizer = origin, weakref.finalize(self, view.loop.close)
-        weight = getattr(self.get_output_embeddings(), "weight", None)
-        if weight is not None:
-            view.head_weight = weakref.ref(weight)
+        head = self.get_output_embeddings()
+        if head is not None:
+            view.head = weakref.ref(head)
 
     @property
     def model_tags(self) -> list[str]:
@@ -412,6 +413,8 @@ def open_in_swarm(
         )
         if device is not None:
             model.to(device)
+        if config.head == "int8":
+            round_head(model)
         fallback = open_fallback(config, checkpoint, model)
         model.enter_swarm(view, blocks, encoder, saving.describe_origin(checkpoint, task))
         if isinstance(model, DistributedModelForCausalLM):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from swarmllm.command_line import Parser, announced_imports, one_line, run_command
 from swarmllm.commands.status import ModelStatus, look_up
-from swarmllm.config import SwarmConfig, address_book_path, default_cache_dir, require_addresses
+from swarmllm.config import SwarmConfig, address_book_path, default_cache_dir, require_addresses, require_model_place
 from swarmllm.data_structures import printable, size_in_words
 from swarmllm.errors import ConfigurationError, SwarmError
 from swarmllm.files import user_path
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 EXAMPLES = """examples:
   swarmllm models                            # what fits this machine
-  swarmllm models --folders ~/models     # GGUF files and checkpoints there, too
-  swarmllm models --initial_peers ADDRESS    # what fits the machines of a swarm
+  swarmllm models --model ~/models org/name  # and of these
+  swarmllm models --initial_peers ADDRESS    # what fits a swarm
 """
 KNOWN = Path(__file__).with_name("known_models.json")
 FORMATS: "tuple[QuantType, ...]" = ("int8", "q4_k")
@@ -56,13 +56,11 @@ NEAR = Link(round_trip_ms=1.0)
 class ModelsConfig(SwarmConfig):
     """The catalogue."""
 
-    folders: tuple[str, ...] = ()
-    """Directories with GGUF files and checkpoints to list as well. Directories in them count, too."""
+    model: tuple[str, ...] = ()
+    """More models to list: hub ids, GGUF files, or directories. A directory may hold several."""
     max_memory: str | None = None
     """Most memory to count on this machine. In GB, like 12, or a share, like 50%, as for a server. None = 80 % of the
     free memory."""
-    swarm: bool = False
-    """Plan for the machines of the swarm on the local network. With initial peers: of their swarm."""
     json: bool = False
     """Print JSON, for programs."""
 
@@ -70,18 +68,10 @@ class ModelsConfig(SwarmConfig):
         super().__post_init__()
         if self.max_memory is not None:
             memory_limit_bytes(self.max_memory, 1 << 50)
-        for name in self.folders:
-            if not user_path(name).is_dir():
-                raise ConfigurationError(f"the directory {name!r} of --folders does not exist")
-        if self.swarm and not self.initial_peers and not self.lan_discovery:
-            raise ConfigurationError("name peers of the swarm with --initial_peers (or SWARMLLM_INITIAL_PEERS)")
-        if self.of_swarm and self.max_memory is not None:
+        for name in self.model:
+            require_model_place(name)
+        if self.initial_peers and self.max_memory is not None:
             raise ConfigurationError("--max_memory is for plans of this machine: leave it out for those of a swarm")
-
-    @property
-    def of_swarm(self) -> bool:
-        """True if the plans are for a swarm's machines."""
-        return self.swarm or bool(self.initial_peers)
 
 
 # --- machines
@@ -226,8 +216,9 @@ def known_checkpoint(name: str) -> Iterator["Checkpoint"]:
         yield open_checkpoint(directory)
 
 
-def places_on_this_machine(folders: Sequence[str]) -> list[tuple[str, str]]:
-    """(name, path) of all that may be models: in the cache of the hub, in the directories and one level below."""
+def models_to_list(named: Sequence[str]) -> list[tuple[str, str]]:
+    """(name, place) of all that may be models: in the cache of the hub, those named, in named directories and one level
+    below."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -240,8 +231,11 @@ def places_on_this_machine(folders: Sequence[str]) -> list[tuple[str, str]]:
         if repository.repo_type == "model" and repository.revisions:
             newest = max(repository.revisions, key=lambda one: ("main" in one.refs, one.last_modified, one.commit_hash))
             found += _models_in(newest.snapshot_path, repository.repo_id)
-    for name in folders:
+    for name in named:
         top = user_path(name)
+        if not top.is_dir():
+            found.append((name, name))
+            continue
         for directory in (top, *sorted(path for path in top.iterdir() if path.is_dir())):
             found += _models_in(directory, str(directory))
     return found
@@ -255,21 +249,22 @@ def _models_in(directory: Path, name: str) -> list[tuple[str, str]]:
     return [(f"{name}/{filename}", str(directory / filename)) for filename in gguf_models(directory)]
 
 
-def entries(folders: Sequence[str]) -> list[Entry]:
-    """The whole catalogue: models on this machine, then known ones from small to large."""
+def entries(named: Sequence[str]) -> list[Entry]:
+    """The whole catalogue: models on this machine and named ones, then known ones from small to large."""
     from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 
-    here = []
-    for name, path in places_on_this_machine(folders):
+    listed = []
+    for name, place in models_to_list(named):
+        is_here = user_path(place).exists()
         try:
-            here.append(_entry(name, open_checkpoint(path), is_here=True))
+            listed.append(_entry(name, open_checkpoint(place, cache_dir=default_cache_dir()), is_here=is_here))
         except SwarmError as error:
-            here.append(Entry(name, True, None, problem=one_line(error)))
+            listed.append(Entry(name, is_here, None, problem=one_line(error)))
     known = []
-    for name in known_models().keys() - {one.name for one in here}:
+    for name in known_models().keys() - {one.name for one in listed}:
         with known_checkpoint(name) as checkpoint:
             known.append(_entry(name, checkpoint, is_here=False))
-    return here + sorted(known, key=lambda one: (_least_bytes(one), one.name))
+    return listed + sorted(known, key=lambda one: (_least_bytes(one), one.name))
 
 
 def _least_bytes(entry: Entry) -> int:
@@ -380,7 +375,7 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="swarmllm models", description="List models, and say which of them fit, and how fast.", epilog=EXAMPLES
     )
-    parser.add_settings(ModelsConfig, [ModelsConfig, SwarmConfig], without=["identity_path"])
+    parser.add_settings(ModelsConfig, [ModelsConfig, SwarmConfig], without=["identity_path", "lan_discovery"])
     return parser
 
 
@@ -390,15 +385,13 @@ async def find_machines(config: ModelsConfig) -> Machines:
     Raises:
         SwarmError: the swarm can't be reached, or this machine has less memory than it should offer.
     """
-    if not config.of_swarm:
+    if not config.initial_peers:
         return this_machine(config.max_memory)
     from swarmllm.network.p2p.block_directory import BlockDirectory
-    from swarmllm.network.p2p.discovery import find_any_swarm
     from swarmllm.network.p2p.peer import Peer
     from swarmllm.server.device.device import FREE_SHARE
 
-    initial_peers = config.initial_peers or await find_any_swarm()
-    joining = Peer.create(initial_peers=initial_peers, client_mode=True, address_book=address_book_path())
+    joining = Peer.create(initial_peers=config.initial_peers, client_mode=True, address_book=address_book_path())
     async with await joining as peer:
         models = await look_up(BlockDirectory(peer, config.swarm_name))
     return machines_of_swarm(models, FREE_SHARE)
@@ -413,7 +406,7 @@ async def show_models(config: ModelsConfig) -> None:
     with announced_imports():
         import swarmllm.server.device.throughput  # noqa: F401 - torch, and all else that is used below
     where = await find_machines(config)
-    answers = [answer(entry, where) for entry in entries(config.folders)]
+    answers = [answer(entry, where) for entry in entries(config.model)]
     if config.json:
         known = json.loads(KNOWN.read_text())
         about = {"machines": where.headline, "known_models": {key: known[key] for key in ("source", "date")}}

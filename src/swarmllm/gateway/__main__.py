@@ -45,8 +45,8 @@ LINGER_S = 3
 
 COMMON = (
     "model", "served_name", "initial_peers", "host", "port", "api_keys_file", "allowed_hosts", "picture_hosts",
-    "cors_origins", "requests_per_minute", "max_concurrent", "max_length", "lenient", "dtype", "device",
-    "identity_path", "local_blocks", "speculation",
+    "requests_per_minute", "max_concurrent", "max_length", "dtype", "device", "identity_path", "local_blocks",
+    "speculation",
 )  # fmt: skip
 """Flags that `--help` shows."""
 

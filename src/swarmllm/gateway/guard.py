@@ -160,7 +160,9 @@ class Guard:
             return
         if _parsed(origin).netloc != connection.headers.get("host"):
             raise ApiError(
-                403, f"pages of {origin} may not use this gateway; allow it with --cors_origins", code="cross_origin"
+                403,
+                f"pages of {origin} may not use this gateway; allow it with cors_origins in the file of --config",
+                code="cross_origin",
             )
 
     def _check_key(self, connection: HTTPConnection) -> None:

@@ -86,11 +86,11 @@ class GatewayConfig(OfferedModels, ClientConfig, GatewayLimits):
     api_keys_file: str | None = None
     """File with one API key per line. All APIs need a key then; pages, /health, /metrics and /api/swarm don't. None =
     no keys."""
-    lenient: bool = False
+    lenient: bool = in_file(False)
     """Ignore unknown fields of requests. Otherwise they are refused by name."""
     requests_per_minute: int | None = None
     """Most requests per minute for one key, or for one address if there are no keys. None = no limit."""
-    cors_origins: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = in_file(())
     """Origins of other web pages that may use the API. Give them like `https://example.org`, or `*`. None by
     default."""
     allowed_hosts: tuple[str, ...] = ()

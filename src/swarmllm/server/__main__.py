@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -50,6 +51,8 @@ def parse_config(argv: Sequence[str] | None) -> ServerConfig:
     require_model_place(config.model)
     require_addresses(config.initial_peers)
     require_free_ports(config.listen_maddrs)
+    if config.direct_port:
+        require_free_ports([re.sub(r"/tcp/.*", f"/tcp/{config.direct_port}", maddr) for maddr in config.host_maddrs])
     return config
 
 

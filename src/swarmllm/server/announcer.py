@@ -75,6 +75,7 @@ class OwnRecord:
             max_batch_tokens=config.max_batch_tokens,
             dtype=str(self.loader.dtype).removeprefix("torch."),
             quant_type=self.loader.quantization.quant_type,
+            activations=self.loader.activations,
             version=__version__,
             public_name=self._host_name() if config.public_name is None else config.public_name,
             hardware=hardware_name(self.loader.device, config.tensor_parallel),

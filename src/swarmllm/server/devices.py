@@ -94,8 +94,9 @@ def of_each_device(config: ServerConfig, devices: Sequence[str]) -> list[ServerC
         raise ConfigurationError(
             f"each device needs a port of its own: end --host_maddrs in {ANY_PORT}, and give the first one's by --port"
         )
-    if config.port and config.metrics_port and abs(config.port - config.metrics_port) < count:
-        raise ConfigurationError("ports and metrics ports of the devices overlap: choose others")
+    ports = sorted(port for port in (config.port, config.direct_port, config.metrics_port) if port)
+    if any(later - port < count for port, later in itertools.pairwise(ports)):
+        raise ConfigurationError("the ports of the devices overlap (port, direct_port, metrics_port): choose others")
     shares = [share for _, share in config.blocks_by_device] or _even_shares(num_blocks or 0, count)
     ends = list(itertools.accumulate(shares, initial=config.block_indices[0] if config.block_indices else 0))
     machine = uuid.uuid4().hex[:16]
@@ -107,6 +108,7 @@ def of_each_device(config: ServerConfig, devices: Sequence[str]) -> list[ServerC
             num_blocks=shares[index] if num_blocks and config.block_indices is None else None,
             block_indices=None if config.block_indices is None else (ends[index], ends[index + 1]),
             port=config.port + index if config.port else config.port,
+            direct_port=config.direct_port + index if config.direct_port else config.direct_port,
             metrics_port=config.metrics_port + index if config.metrics_port else config.metrics_port,
             identity_path=_identity_path(config.identity_path, index),
             machine=machine,

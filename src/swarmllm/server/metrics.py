@@ -43,6 +43,7 @@ class ServerMetrics(Collector):
             "blocks": f"{info.start}:{info.end}",
             "state": state_name(info.state),
             "quant_type": info.quant_type,
+            "activations": info.activations,
             "dtype": info.dtype,
             "version": info.version,
         }
@@ -62,6 +63,7 @@ class ServerMetrics(Collector):
         yield "throughput_tokens_per_second", "Announced speed: tokens through the whole span.", info.throughput
         yield "streams", "Streams of clients and other servers.", self._access.limits.num_streams()
         yield "relayed_streams", "Streams through relays.", self._record.peer.num_relayed_streams
+        yield "direct_streams", "Streams that don't pass libp2p's daemons.", self._record.peer.num_direct_streams
         yield "sessions", "Sessions with a KV cache.", 0 if sessions is None else len(sessions)
         yield "queued_calls", "Steps and requests that wait or are computed.", self._device_thread.num_calls
         yield "queue_ms", "Smoothed time that a step waits for its turn.", load.queue_ms

@@ -153,6 +153,7 @@ async def _join_swarm(config: ServerConfig, checkpoint: Checkpoint, twins: Twins
         relay=relay if config.relay else None,
         reachability=config.reachability,
         address_book=address_book_path(),
+        direct_port=config.direct_port,
     )
 
 

@@ -16,6 +16,7 @@ from swarmllm.config import (
     PeerConfig,
     default_cache_dir,
     hub_token,
+    in_file,
     require_known,
     require_positive,
 )
@@ -28,6 +29,10 @@ QUANT_TYPES = (
     "int6",
 )  # fmt: skip
 """Formats of weights, described in `models/quantization`; listed here because --help may import nothing heavy."""
+
+ACTIVATIONS = ("auto", "none", "int8")
+SEARCHED = ("q8_0", "q6_k", "q5_k", "q4_k")
+"""Those that a calibration is for."""
 
 DEVICE_KINDS = ("cpu", "cuda", "mps", "xpu")
 """Kinds of devices that blocks can compute on; the last two have never been tried."""
@@ -48,6 +53,11 @@ class BlocksConfig(ModelConfig):
     of 256, another format replaces them, as in llama.cpp: q8_0 for q6_k, 6 bits for q5_k, 5.5 for q4_k. nf4, q3.5 and
     int2 to int6 round without a search, and change small models much (docs/benchmarks.md). llm_int8 has the weights of
     int8, and rounds their inputs, too. Weights that the checkpoint stores in few bits stay as they are."""
+    activations: str = "none"
+    """Rounding of the inputs of quantized weights in sessions: auto, none or int8. "none" multiplies them as they are.
+    "int8" rounds them to 8 bits, token by token in groups of 32, on CPUs. Prompts and several sessions are computed up
+    to twice as fast then; docs/hosting-rare.md says what it costs. "auto" = int8 on processors with VNNI. Forwards
+    without a session, which trainings use, never round."""
     device: tuple[str, ...] = ("auto",)
     """Torch devices; auto = all GPUs if there are any, else cpu. Each of several devices gets a server process of its
     own, with an equal share of the blocks. `num_blocks` and `block_indices` count for all devices together, all other
@@ -90,7 +100,7 @@ class ServerLimits:
     until the blocks are loaded again. None = they stay."""
     max_batch_tokens: int = 8192
     """Most tokens of one forward or backward request."""
-    max_batch_sessions: int = 64
+    max_batch_sessions: int = in_file(64)
     """Most sessions whose steps are computed together; 1 = one after the other. Assumed: larger batches gain little,
     and each step waits for all."""
     compression: str = "auto"
@@ -114,6 +124,9 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
     device_map: tuple[str, ...] = ()
     """Number of blocks for each device: cuda:0=12 cpu=4. It replaces `device` and `num_blocks`. With `block_indices`,
     the devices share those blocks in this order. Each device has a server process of its own."""
+    calibration: str | None = None
+    """File that `swarmllm calibrate` has written for this model. The search of q8_0, q6_k, q5_k and q4_k then lets an
+    error count more if the inputs of that weight are large. None = all errors count alike."""
     machine: str = field(default="", metadata={"flag": False})
     """Name of the servers that were started together, for several devices of one machine."""
     peers_beside: bool = field(default=False, metadata={"flag": False})
@@ -126,6 +139,10 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
     reachability: str = "auto"
     """How other peers reach this server: auto, public or private. auto = ask some of them; private = they can't dial
     it, so they reach it through relays. `--announce_maddrs` means public."""
+    direct_port: int | None = None
+    """TCP port on which other peers send hidden states without passing libp2p's daemons, which is faster. auto = any
+    free one, and none with `announce_maddrs`, because others couldn't reach it; 0 = none. Peers that can't reach it use
+    the daemons."""
     public_name: str | None = None
     """Name for `status` and web pages; 64 characters at most. None = the host's name and the end of the peer id. Give
     an empty text to announce no name."""
@@ -198,11 +215,19 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
             raise ConfigurationError(f"prefix_cache_tokens must be 0 (off) or more, not {self.prefix_cache_tokens}")
         if not 0 <= self.balance_quality <= 1:
             raise ConfigurationError(f"balance_quality must be 0 to 1, not {self.balance_quality}")
+        if self.direct_port is not None and not 0 <= self.direct_port < 1 << 16:
+            raise ConfigurationError(f"direct_port must be 0 to 65535, not {self.direct_port}")
         if self.metrics_port is not None and not 0 <= self.metrics_port < 1 << 16:
             raise ConfigurationError(f"metrics_port must be 0 to 65535, not {self.metrics_port}")
         if self.max_memory is not None:
             memory_limit_bytes(self.max_memory, 1 << 40)
         require_known("quant_type", self.quant_type, QUANT_TYPES)
+        require_known("activations", self.activations, ACTIVATIONS)
+        if self.calibration is not None and self.quant_type not in SEARCHED:
+            raise ConfigurationError(
+                f"--calibration is for weights that are rounded by a search: give --quant_type {', '.join(SEARCHED)}, "
+                f"or leave --calibration out (quant_type is {self.quant_type})"
+            )
         require_known("compression", self.compression, COMPRESSIONS)
         require_known("reachability", self.reachability, REACHABILITIES)
         if self.reachability == "private" and self.announce_maddrs:
@@ -254,6 +279,8 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
                 f"tensor_parallel must be 1 to {MAX_TENSOR_PARALLEL}, not {self.tensor_parallel}: that many processes "
                 "would be started"
             )
+        if self.tensor_parallel > 1 and self.activations == "int8":
+            raise ConfigurationError("blocks of several devices don't round their inputs: leave --activations out")
         if self.tensor_parallel > 1 and self.offload != 0:
             raise ConfigurationError(
                 "give --offload or --tensor_parallel, not both: shared blocks can't be offloaded yet"

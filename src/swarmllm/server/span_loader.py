@@ -8,16 +8,19 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from swarmllm.config import own_cache_dir
 from swarmllm.data_structures import Span, SwarmSnapshot, size_in_words
 from swarmllm.errors import ConfigurationError, SwarmError, WeightsMismatchError
+from swarmllm.files import user_path
 from swarmllm.models.architecture import blocks_class, parts_of
+from swarmllm.models.checkpoint.calibration import read_calibration
 from swarmllm.models.checkpoint.checkpoint import Checkpoint, resolve_dtype
 from swarmllm.models.checkpoint.skeleton import block_bytes, named_blocks, on_meta
 from swarmllm.models.parallel.shared import Group
 from swarmllm.models.quantization import resolve_quantization
+from swarmllm.models.quantization.loading import resolve_activations
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span, span_tensor_names, stage
 from swarmllm.models.span.packing import Packer, Packing
@@ -86,12 +89,31 @@ class SpanLoader:
         self._usable_bytes = usable_bytes(self.device, config.max_memory)
         self.dtype = resolve_dtype(checkpoint, config.dtype)
         self.quantization = resolve_quantization(config.quant_type)
+        wanted = "none" if config.tensor_parallel > 1 else config.activations
+        self._activations = resolve_activations(wanted, self.device)
+        self.activations = "none"
+        """The rounding of inputs in the blocks that were loaded last."""
+        if config.calibration is not None:
+            self.quantization = replace(self.quantization, calibration=self._read_calibration(config.calibration))
         alone = config.adapters or config.offload or config.tensor_parallel > 1
         if checkpoint.config.is_encoder_decoder and alone:
             raise ConfigurationError(
                 "adapters, offload and tensor_parallel are for models without an encoder: leave them out for this one"
             )
         self.adapters = ServedAdapters(config.adapters, checkpoint, token=config.token, cache_dir=config.cache_dir)
+
+    def _read_calibration(self, path: str) -> dict[str, Tensor]:
+        """Read the user's file.
+
+        Raises:
+            ConfigurationError: it can't be used.
+        """
+        if self._checkpoint.comes_packed:
+            raise ConfigurationError(
+                f"the weights of {self._checkpoint.public_name} are stored in few bits and stay as they are: leave "
+                "--calibration out"
+            )
+        return read_calibration(user_path(path))
 
     def choose_span(self, others: SwarmSnapshot) -> Span:
         """Choose the blocks that the swarm of all others lacks most, as many as were asked for or fit.
@@ -153,6 +175,12 @@ class SpanLoader:
         loaded = self._load_blocks(span, num_offloaded, self._group())
         stacks = [StackBlocks(blocks, InputChecks(blocks)) for blocks in loaded]
         blocks = stacks[-1].blocks
+        self.activations = "int8" if any(one.rounds_inputs for one in loaded) else "none"
+        if self._config.activations == "int8" != self.activations:
+            raise ConfigurationError(
+                "the weights of these blocks can't be multiplied by rounded inputs: leave --activations out, or serve "
+                "with --quant_type int8, q8_0, q6_k, q5_k or q4_k"
+            )
         if num_offloaded:
             where = "on disk" if self.device.type == "cpu" else "in host memory"
             logger.info("%d of the %d blocks are %s, and come when they compute", num_offloaded, len(span), where)
@@ -188,6 +216,7 @@ class SpanLoader:
                     dtype=self.dtype,
                     device=self.device,
                     quantization=self.quantization,
+                    activations=self._activations,
                     progress=sys.stderr.isatty(),
                     num_offloaded=num_offloaded,
                     offload_dir=own_files,
@@ -252,6 +281,7 @@ class SpanLoader:
         if blocks.pool is not None:
             with stage("recording decode steps"):
                 packer.record()
+        packer.trace()
         return packer
 
     def _room(self, stacks: Sequence[StackBlocks]) -> CacheRoom:

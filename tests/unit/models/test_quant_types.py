@@ -34,6 +34,17 @@ def test_fewer_bits_are_forgiven_more() -> None:
         assert all(less < more for more, less in pairwise(errors))
 
 
+def test_a_calibration_is_for_types_that_are_found_by_search() -> None:
+    assert set(settings.SEARCHED) == BLOCKS.keys() & set(QUANT_TYPES)
+    for quant_type in settings.QUANT_TYPES:
+        options = {"model": "m", "new_swarm": True, "quant_type": quant_type, "calibration": "file"}
+        if quant_type in settings.SEARCHED:
+            assert settings.ServerConfig(**options).calibration == "file"
+        else:
+            with pytest.raises(ConfigurationError, match=r"give --quant_type q8_0, .*or leave --calibration out"):
+                settings.ServerConfig(**options)
+
+
 @pytest.mark.parametrize("quant_type", [*QUANT_TYPES, "auto"])
 def test_known_types(quant_type: str) -> None:
     assert resolve_quantization(quant_type).quant_type == ("int8" if quant_type == "auto" else quant_type)

@@ -7,10 +7,16 @@ from collections.abc import Callable
 import pytest
 import torch
 from transformers import Gemma2Config, LlamaConfig
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from swarmllm.data_structures import Span
-from swarmllm.models.span.span_cache import CHUNK_TOKENS, BufferedCacheLayer, RollbackUnsupportedError, SpanCache
+from swarmllm.models.span.span_cache import (
+    CHUNK_TOKENS,
+    BufferedCacheLayer,
+    BufferedWindowLayer,
+    RollbackUnsupportedError,
+    SpanCache,
+)
 
 WINDOW = 4
 Sizes = dict[str, int]
@@ -55,6 +61,45 @@ def test_cache_layer_gives_what_concatenation_gives() -> None:
     assert torch.equal(grown.keys, concatenated.keys)
     assert grown.get_seq_length() == concatenated.get_seq_length()
     assert grown.get_mask_sizes(2) == concatenated.get_mask_sizes(2)
+
+
+@pytest.mark.parametrize("records_past", [False, True])
+@pytest.mark.parametrize("window", [1, 2, WINDOW, CHUNK_TOKENS + 7])
+def test_window_gives_what_concatenation_gives(window: int, records_past: bool) -> None:
+    grown, concatenated = BufferedWindowLayer(window), DynamicSlidingWindowLayer(window)
+    for layer in (grown, concatenated):
+        layer.record_past = records_past
+    for num_tokens in (2, 1, CHUNK_TOKENS, 1, 1, 3, 5):
+        keys, values = _states(num_tokens), _states(num_tokens)
+        for got, want in zip(grown.update(keys, values), concatenated.update(keys, values), strict=True):
+            assert torch.equal(got, want)
+        if records_past:
+            for layer in (grown, concatenated):
+                layer.crop(-(num_tokens // 2))
+        elif num_tokens == 3:
+            for layer in (grown, concatenated):
+                layer.reorder_cache(torch.tensor([1, 0]))
+        assert torch.equal(grown.keys, concatenated.keys)
+        assert torch.equal(grown.values, concatenated.values)
+        assert grown.get_seq_length() == concatenated.get_seq_length()
+        assert grown.get_mask_sizes(2) == concatenated.get_mask_sizes(2)
+
+
+@pytest.mark.parametrize("layer", [BufferedCacheLayer(), BufferedWindowLayer(WINDOW)], ids=["full", "window"])
+def test_others_write_what_update_would(layer: BufferedCacheLayer | BufferedWindowLayer) -> None:
+    wanted = BufferedCacheLayer() if isinstance(layer, BufferedCacheLayer) else BufferedWindowLayer(WINDOW)
+    first = _states(5)
+    for one in (layer, wanted):
+        one.update(first, first)
+    for num_tokens in (1, 2, CHUNK_TOKENS, 1):
+        keys = _states(num_tokens)
+        wanted.update(keys, keys)
+        rows = layer.extend(num_tokens)
+        for buffer in (rows.keys, rows.values):
+            buffer[:, :, rows.start : rows.start + num_tokens] = keys
+        assert torch.equal(layer.keys, wanted.keys)
+        assert torch.equal(layer.values, wanted.values)
+        assert layer.get_seq_length() == wanted.get_seq_length()
 
 
 def test_cache_layer_rarely_moves_its_memory() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from swarmllm.errors import PeerTimeoutError, RemoteProtocolError
 from swarmllm.network.wire.frames import (
+    CONTROL_TYPES,
     FORMAT,
     LARGE_TYPES,
     MAGIC,
@@ -140,7 +141,7 @@ def test_messages_are_as_small_as_their_type(kind: MessageType) -> None:
         MessageType.REPLAY: (256 << 10, SMALL_BYTES),
         MessageType.ADAPTER: (512 << 10, 256 << 20),
     }.get(kind, (SMALL_BYTES, 256 << 20 if kind in LARGE_TYPES else SMALL_BYTES))
-    if kind in (MessageType.PING, MessageType.PONG, MessageType.ERROR):
+    if kind in CONTROL_TYPES:
         payload = 0
     assert list(FrameDecoder().feed(claim(kind, largest_header, payload))) == []
     for too_much in (claim(kind, largest_header + 1, payload), claim(kind, 1, payload + 1)):

@@ -150,6 +150,7 @@ def test_identities_come_from_one(tmp_path: Path) -> None:
         ({"metrics_port": 65535}, "metrics_port must be 0 to 65535, not 65536"),
         ({"port": 40001, "metrics_port": 40002}, "overlap"),
         ({"port": 40002, "metrics_port": 40001}, "overlap"),
+        ({"port": 40003, "direct_port": 40002}, "overlap"),
         ({"port": 65535}, "port must be 0 to 65535"),
     ],
 )

@@ -11,12 +11,12 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from swarmllm.client.view.connection import Connection, OnAnswer, new_request_id
 from swarmllm.client.view.event_loop import EventLoop
@@ -93,8 +93,8 @@ class SwarmView:
         """Width of the hidden states; None: unknown."""
         self.num_bytes: int | None = None
         """Bytes that all blocks would take on this machine; None: unknown."""
-        self.head_weight: Callable[[], Tensor | None] = lambda: None
-        """The weight of the head, by which the client multiplies for each token; None: the model has no head."""
+        self.head: Callable[[], nn.Module | None] = lambda: None
+        """The head, which the client computes for each token; None: the model has none."""
         self._head_ms: float | None = None
         self.own_traits: BlockTraits | None = None
         """The traits of the blocks that this client has found itself; None: it couldn't. Set before servers are met."""
@@ -201,9 +201,11 @@ class SwarmView:
 
     async def time_of_head(self) -> float:
         """Milliseconds of the head for one token, measured at the first call."""
-        weight = self.head_weight() if self._head_ms is None else None
-        if weight is not None:
-            self._head_ms = await asyncio.to_thread(product_ms, weight)
+        head = self.head() if self._head_ms is None else None
+        weight = getattr(head, "weight", None)
+        if isinstance(weight, Tensor):
+            multiply = head if isinstance(head, nn.Linear) else None
+            self._head_ms = await asyncio.to_thread(product_ms, weight, multiply)
         return self._head_ms or 0.0
 
     async def traits(self) -> BlockTraits:
@@ -468,13 +470,17 @@ def _bytes_per_s() -> float:
 
 
 @torch.inference_mode()
-def product_ms(matrix: Tensor) -> float:
-    """Milliseconds of a product with one vector, on the matrix's device: most of the time of a model's head."""
+def product_ms(matrix: Tensor, multiply: Callable[[Tensor], Tensor] | None = None) -> float:
+    """Milliseconds of a product with one vector, on the matrix's device: most of the time of a model's head.
+
+    `multiply`: the head, if it has a way of its own.
+    """
+    multiply = multiply or partial(torch.mv, matrix)
     vector = torch.ones(matrix.shape[1], dtype=matrix.dtype, device=matrix.device)
     elapsed_s = []
     for _ in range(1 + REPEATS):
         started = time.perf_counter()
-        torch.mv(matrix, vector)
+        multiply(vector)
         if matrix.device.type != "cpu":
             torch.accelerator.synchronize(matrix.device)
         elapsed_s.append(time.perf_counter() - started)

@@ -5,5 +5,6 @@ sources        a directory, or the hub
 stored_files   config.json and weights in shards; GGUF, with both in one file
 weight_files   safetensors, and pickles read safely
 skeleton       a model without weights, and the tensors that it needs; digests of the stored bytes of blocks
+calibration    how large the inputs of weights are, for servers that round them
 fingerprint    the name by which a swarm knows a checkpoint
 """

@@ -124,6 +124,10 @@ class Decoded(Packed):
     def _matrix(self) -> kernels.Matrix:
         """This matrix, as the kernels want it."""
 
+    @property
+    def can_round_inputs(self) -> bool:
+        return self._in_kernels and super().can_round_inputs
+
     @abstractmethod
     def _decoded(self, rows: dict[str, Tensor]) -> Tensor:
         """The float32 values that the kernels would decode from these rows of `tensors()`."""

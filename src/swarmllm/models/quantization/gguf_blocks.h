@@ -4,8 +4,6 @@
  * groups; numbers are little-endian. Every product here is exact in float32, so only a minimum that is taken away rounds,
  * once, whatever the compiler fuses: the floats are those of package gguf, bit for bit.
  */
-enum gguf { GGUF = 64, Q4_0 = 66, Q4_1, Q5_0 = 70, Q5_1, Q8_0, Q2_K = 74, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL = 84, IQ4_XS = 87 };
-
 #if defined(__GNUC__) && !defined(__clang__)
 #define AS_VECTORS _Pragma("GCC unroll 1") /* a loop of 16 would be written out before GCC looks for vectors */
 #else

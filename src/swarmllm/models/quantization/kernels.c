@@ -1,6 +1,7 @@
 /* The library that kernels.py loads through ctypes: products.h for any processor, and the choice among its versions. */
 #define LEVEL 1
 #include "products.h"
+#include "step.h"
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define WIDER
@@ -8,11 +9,18 @@ void swarmllm_multiply_3(const weight *, int64_t, int64_t, const float *, int64_
 void swarmllm_multiply_4(const weight *, int64_t, int64_t, const float *, int64_t, float *, int64_t);
 void swarmllm_dequantize_3(const weight *, int64_t, int64_t, float *);
 void swarmllm_dequantize_4(const weight *, int64_t, int64_t, float *);
+void swarmllm_step_3(const step *);
+void swarmllm_step_4(const step *);
 #endif
 
 /* By which kernels.py sees whether it was written for what has been compiled. */
 int64_t swarmllm_weight_bytes(void) {
     return sizeof(weight);
+}
+
+/* The same of the operations of steps. */
+int64_t swarmllm_instruction_bytes(void) {
+    return sizeof(instruction);
 }
 
 /* The widest LEVEL of this processor. */
@@ -45,4 +53,14 @@ void swarmllm_dequantize(int64_t level, const weight *w, int64_t start, int64_t 
     }
 #endif
     swarmllm_dequantize_1(w, start, end, out);
+}
+
+void swarmllm_step(int64_t level, const step *s) {
+#ifdef WIDER
+    if (level >= 3) {
+        (level == 3 ? swarmllm_step_3 : swarmllm_step_4)(s);
+        return;
+    }
+#endif
+    swarmllm_step_1(s);
 }

@@ -11,9 +11,11 @@ import functools
 import itertools
 import logging
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ from swarmllm.models.quantization.rules import GROUP
 
 logger = logging.getLogger(__name__)
 
+ROUNDED = 32
+"""Neighbours in an input that share a scale when they are rounded to 8 bits."""
 AT_A_TIME = 16
 """Inputs that the kernels multiply by rows which they have decoded once."""
 WORTH_A_THREAD = 1 << 20
@@ -52,6 +56,7 @@ class _Weight(ctypes.Structure):
         ("divides", ctypes.c_int32),
         ("group_bytes", ctypes.c_int32),
         ("zero_kind", ctypes.c_int32),
+        ("rounds_inputs", ctypes.c_int32),
         ("codes", ctypes.c_void_p),
         ("scale", ctypes.c_void_p),
         ("zero", ctypes.c_void_p),
@@ -70,7 +75,8 @@ def library() -> Any:
     except OSError as error:
         logger.warning("weights of few bits multiply slowly here, since swarmllm was installed without gcc (%s)", error)
         return None
-    if getattr(found, "swarmllm_weight_bytes", int)() != ctypes.sizeof(_Weight):
+    is_complete = hasattr(found, "swarmllm_multiply_rounded")
+    if not is_complete or getattr(found, "swarmllm_weight_bytes", int)() != ctypes.sizeof(_Weight):
         logger.warning(
             "weights of few bits multiply slowly, since %s is of another version: install swarmllm anew", path
         )
@@ -82,7 +88,14 @@ def library() -> Any:
     found.swarmllm_dequantize.argtypes = (
         ctypes.c_int64, ctypes.POINTER(_Weight), ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p
     )  # fmt: skip
+    found.swarmllm_round_inputs.argtypes = (
+        ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p
+    )  # fmt: skip
+    found.swarmllm_multiply_rounded.argtypes = found.swarmllm_multiply.argtypes
+    found.swarmllm_rounded_bytes.argtypes = found.swarmllm_int8_version.argtypes = (ctypes.c_int64,)
+    found.swarmllm_rounded_bytes.restype = found.swarmllm_int8_version.restype = ctypes.c_int64
     found.swarmllm_multiply.restype = found.swarmllm_dequantize.restype = None
+    found.swarmllm_round_inputs.restype = found.swarmllm_multiply_rounded.restype = None
     return found
 
 
@@ -91,6 +104,44 @@ def level() -> int:
     """The compiled version in use: 4 with AVX-512, 3 with AVX2, 1 otherwise; lower if torch is told so."""
     wished = {"default": 1, "avx2": 3}.get(os.environ.get("ATEN_CPU_CAPABILITY", ""), 4)
     return min(wished, int(library().swarmllm_level()))
+
+
+@functools.cache
+def int8_version() -> int:
+    """The compiled version of products with rounded inputs: 3 and 4 use instructions for products of bytes."""
+    return int(library().swarmllm_int8_version(level()))
+
+
+def rounded_bytes(columns: int) -> int:
+    """Bytes of a rounded input."""
+    return int(library().swarmllm_rounded_bytes(columns))
+
+
+def multiplies_bytes() -> bool:
+    """True if this processor multiplies rounded inputs faster than exact ones: it has AVX-VNNI, or AVX-512's VNNI.
+
+    Measured (5632×2048, one thread, Zen 5; ms for 1, 8 and 128 inputs): int8 0.42, 0.79 and 7.4 against 0.40, 1.3 and
+    16.5 with exact inputs; q4_k 0.43, 0.96 and 8.9 against 0.44, 1.6 and 19. With AVX2 alone 128 take 29.
+    """
+    return library() is not None and int8_version() >= 3
+
+
+class _Recording(threading.local):
+    record: "Callable[[Matrix, Tensor, Tensor], None] | None" = None
+
+
+_recording = _Recording()
+"""A function that this thread's products are told to."""
+
+
+@contextmanager
+def products_recorded(record: "Callable[[Matrix, Tensor, Tensor], None]") -> Iterator[None]:
+    """Within: call `record` with the matrix, the inputs and the outputs of each product of this thread."""
+    _recording.record = record
+    try:
+        yield
+    finally:
+        _recording.record = None
 
 
 class Matrix:
@@ -120,6 +171,11 @@ class Matrix:
         else:
             kind, self.columns = _CODES[codes.dtype], codes.shape[1]
         self.rows = codes.shape[0]
+        in_groups = self.columns % ROUNDED == 0 and (groups == 1 or self.columns // groups % ROUNDED == 0)
+        self.takes_rounded = kind >= _GGUF or (
+            kind == _CODES[torch.int8] and in_groups and zero is None and least is None
+        )
+        """True if `multiply_rounded` knows such codes."""
         table = None if values is None else torch.tensor(values)
         # The kernels get addresses only: the tensors must be contiguous, and live as long as this object.
         tensors = (codes, scale, zero, factor, table, least)
@@ -132,6 +188,7 @@ class Matrix:
             divides,
             codes.shape[1] // groups,
             0 if zero is None else _NUMBERS[zero.dtype],
+            0,
             *(None if one is None else one.data_ptr() for one in self._tensors),
         )
 
@@ -146,7 +203,37 @@ class Matrix:
             )
 
         self._in_parts(part)
+        if _recording.record is not None:
+            _recording.record(self, inputs, outputs)
         return outputs
+
+    def multiply_rounded(self, inputs: Tensor) -> Tensor:
+        """The same, of inputs that are rounded to 8 bits in groups of `ROUNDED`."""
+        inputs, num_inputs = inputs.contiguous(), inputs.shape[0]
+        outputs, version = inputs.new_empty(num_inputs, self.rows), int8_version()
+        rounded = torch.empty(num_inputs * rounded_bytes(self.columns), dtype=torch.uint8)
+        library().swarmllm_round_inputs(version, inputs.data_ptr(), num_inputs, self.columns, rounded.data_ptr())
+
+        def part(start: int, end: int) -> None:
+            library().swarmllm_multiply_rounded(
+                version, self._weight, start, end, rounded.data_ptr(), num_inputs, outputs.data_ptr(), self.rows
+            )
+
+        self._in_parts(part)
+        if _recording.record is not None:
+            self._weight.rounds_inputs = True
+            _recording.record(self, inputs, outputs)
+        return outputs
+
+    @property
+    def floats_of_input(self) -> int:
+        """Floats that an input takes as it is multiplied."""
+        return rounded_bytes(self.columns) // 4 if self._weight.rounds_inputs else self.columns
+
+    @property
+    def address(self) -> int:
+        """The address of the matrix as `weight.h` describes it."""
+        return ctypes.addressof(self._weight)
 
     def dequantize(self, start: int, end: int) -> Tensor:
         """Rows in float32."""

@@ -12,9 +12,11 @@ touched.
 `check_quantized` is a self-test when quantized blocks are loaded: kernels differ between processors, and some have
 been wrong without an error. It multiplies by some rows of one weight of each kind and shape, with a few tokens and
 with many, and compares outputs and gradients with those of the dequantized weight. `load_block_span` calls both.
+
+`observe` is for calibration: from then on, each matrix notes the squares of its inputs.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +44,7 @@ from swarmllm.models.quantization.rules import (
     SMALLEST,
     Quantization,
     StoredType,
+    is_linear,
     is_transposed,
     may_be_packed,
 )
@@ -65,6 +68,8 @@ TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 2e-3, tor
 """Relative errors that rounding explains: about three times the measured ones."""
 LLM_INT8_TOLERANCE = 5e-2
 """The same of outputs where inputs are rounded to 8 bits as well."""
+ROUNDED_TOLERANCE = 3e-2
+"""The same of `--activations int8`. Measured: 0.0055."""
 
 
 @register_quantization_config(METHOD)
@@ -96,6 +101,8 @@ class _Quantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
         blocks = find_blocks(model).blocks
         self._blocks = next(f"{name}." for name, module in model.named_modules() if module is blocks)
+        # Not when a weight is converted: transformers would log the error and go on.
+        self.quantization_config.quantization.require_calibration(model, self._blocks)
         return model
 
     def form_of(self, model: PreTrainedModel, name: str) -> StoredType:
@@ -157,18 +164,27 @@ class _Quantize(ConversionOps):
             if form == "none" and not isinstance(weight, PackedView):
                 rest[name] = weight
                 continue
-            install(module, leaf, weight, form, device)
+            importance = self._quantizer.quantization_config.quantization.importance_of(name)
+            install(module, leaf, weight, form, device, importance)
             if missing_keys is not None:
                 missing_keys.discard(name)
         return rest
 
 
-def install(module: nn.Module, leaf: str, weight: Tensor | PackedView, form: StoredType, device: torch.device) -> None:
+def install(
+    module: nn.Module,
+    leaf: str,
+    weight: Tensor | PackedView,
+    form: StoredType,
+    device: torch.device,
+    importance: Tensor | None = None,
+) -> None:
     """Replace the parameter `leaf` of a module by the quantized `weight`, which may be so already."""
     transposed = is_transposed(module)
-    packed = (
-        weight.packed if isinstance(weight, PackedView) else pack(weight.mT if transposed else weight, form, device)
-    )
+    if isinstance(weight, PackedView):
+        packed = weight.packed
+    else:
+        packed = pack(weight.mT if transposed else weight, form, device, importance)
     quantized = QuantizedWeight(packed.for_device(device), transposed=transposed)
     del module._parameters[leaf]
     module.add_module(leaf, quantized)
@@ -178,8 +194,9 @@ def install(module: nn.Module, leaf: str, weight: Tensor | PackedView, form: Sto
 
 
 @torch.no_grad()
-def pack(weight: Tensor, form: StoredType, device: torch.device) -> Packed:
-    """Quantize `[…, out, in]` for use on `device`: there, if it is a GPU, or else where the weight is.
+def pack(weight: Tensor, form: StoredType, device: torch.device, importance: Tensor | None = None) -> Packed:
+    """Quantize `[…, out, in]` for use on `device`: there, if it is a GPU, or else where the weight is. `importance`
+    `[…, in]` of the columns is for forms that are found by search.
 
     Measured (16 blocks of 7B, 16 cores): CPUs take 5 s to int8 and 18 s to nf4.
     """
@@ -191,7 +208,7 @@ def pack(weight: Tensor, form: StoredType, device: torch.device) -> Packed:
         return KBit.quantize(weight, BITS[form])
     if form in BLOCKS:
         kind, *_ = BLOCKS[form]
-        return FORMS[kind](quantize(weight, kind), weight.dtype)
+        return FORMS[kind](quantize(weight, kind, importance), weight.dtype)
     packed = Nf4.quantize(weight, tiled=None if device.type == "cpu" else False)
     if device.type == "cpu" and type(packed) is Nf4:  # bitsandbytes has no kernel for this processor, or this shape
         codes = (packed.codes >> 4) | (packed.codes << 4)
@@ -238,12 +255,111 @@ def hold_whole(model: PreTrainedModel) -> None:
         return
     for name in large:
         path, _, leaf = name.rpartition(".")
-        module = model.get_submodule(path)
-        weight = module._parameters[leaf]
-        assert weight is not None
-        transposed = is_transposed(module)
-        whole = Whole(weight.data.mT if transposed else weight.data, weight.dtype)
-        install(module, leaf, PackedView(whole, transposed=transposed), "none", weight.device)
+        _install_whole(model.get_submodule(path), leaf, Whole)
+
+
+def _install_whole(module: nn.Module, leaf: str, form: Callable[[Tensor, torch.dtype], Packed]) -> None:
+    """Put `form(weight, its dtype)` in the place of a parameter."""
+    weight = module._parameters[leaf]
+    assert weight is not None
+    transposed = is_transposed(module)
+    packed = form(weight.data.mT if transposed else weight.data, weight.dtype)
+    install(module, leaf, PackedView(packed, transposed=transposed), "none", weight.device)
+
+
+@dataclass(frozen=True, eq=False)
+class Observed(Whole):
+    """Weights that note their inputs."""
+
+    squares: Tensor
+    """Sums of the squares of the inputs, `[…, in]`."""
+    num_inputs: Tensor
+    """`[…]`."""
+
+    @classmethod
+    def of(cls, weight: Tensor, dtype: torch.dtype) -> "Observed":
+        squares = torch.zeros(*weight.shape[:-2], weight.shape[-1], dtype=torch.float64, device=weight.device)
+        return cls(weight, dtype, squares, squares[..., 0].clone())
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"codes": self.codes, "squares": self.squares, "num_inputs": self.num_inputs}
+
+    def split(self, rows: int) -> "Observed":
+        """All parts note their inputs in the same place."""
+        codes = self.codes.view(-1, rows, self.codes.shape[-1])
+        return type(self)(codes, self.dtype, self.squares.expand(len(codes), -1), self.num_inputs.expand(len(codes)))
+
+    def multiply(self, inputs: Tensor) -> Tensor:
+        self.squares.add_(inputs.double().square().sum(0))
+        self.num_inputs.add_(len(inputs))
+        return F.linear(inputs, self.codes)
+
+
+def observe(block: nn.Module) -> None:
+    """Let all large matrices of a block note their inputs from now on."""
+    for path, module in list(block.named_modules()):
+        for leaf, weight in list(module.named_parameters(recurse=False)):
+            if weight.shape[-2:].numel() >= SMALLEST and is_linear(f"{path}.{leaf}".lstrip("."), module, weight):
+                _install_whole(module, leaf, Observed.of)
+
+
+def observed_squares(block: nn.Module) -> dict[str, Tensor]:
+    """Mean squares of the inputs of each matrix, `[…, in]`, by its name; zeros where there were none."""
+    packed = {name: part.packed for name, part in block.named_modules() if isinstance(part, QuantizedWeight)}
+    return {
+        name: (one.squares / one.num_inputs.clamp_min(1)[..., None]).float()
+        for name, one in packed.items()
+        if isinstance(one, Observed)
+    }
+
+
+def round_inputs(modules: Iterable[nn.Module]) -> None:
+    """Let all quantized weights that can do so round their inputs to 8 bits, for products without gradients.
+
+    All products of such a weight round, whatever number of inputs they have: so a text that is computed again, in other
+    pieces or beside other texts, has the same tokens.
+
+    Raises:
+        ConfigurationError: this machine computes something else than it should.
+    """
+    kinds: dict[object, Packed] = {}
+    for module in modules:
+        if isinstance(module, QuantizedWeight) and module.round_inputs():
+            matrix = module.packed[0] if len(module.shape) > 2 else module.packed
+            kinds.setdefault((type(matrix), matrix.shape, matrix.dtype), matrix)
+    for whole in kinds.values():
+        check_rounded(_some_rows(whole))
+
+
+@torch.no_grad()
+def check_rounded(matrix: Packed) -> None:
+    """Compare products of one matrix that rounds its inputs with exact ones.
+
+    Raises:
+        ConfigurationError: they differ by more than rounding.
+    """
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(max(TOKENS), matrix.shape[1], generator=generator).to(matrix.dtype)
+    rounded, expected = matrix.linear(inputs), matrix.multiply(inputs)
+    if not _relative_error(rounded, expected) <= ROUNDED_TOLERANCE:
+        raise ConfigurationError(
+            f"this machine multiplies {type(matrix).__name__} weights by rounded inputs wrongly "
+            f"({matrix.shape[0]}×{matrix.shape[1]} in {matrix.dtype}): serve without --activations"
+        )
+
+
+def resolve_activations(wanted: str, device: torch.device) -> str:
+    """The user's choice for this device; auto is int8 where the processor multiplies bytes faster than floats.
+
+    Raises:
+        ConfigurationError: inputs can't be rounded here.
+    """
+    if wanted == "int8" and (device.type != "cpu" or kernels.library() is None):
+        here = "kernels that were compiled when swarmllm was installed" if device.type == "cpu" else "a CPU"
+        raise ConfigurationError(f"--activations int8 needs {here}: leave it out")
+    if wanted == "auto":
+        return "int8" if device.type == "cpu" and kernels.multiplies_bytes() else "none"
+    return wanted
 
 
 def check_quantized(modules: Iterable[nn.Module]) -> int:
@@ -259,10 +375,14 @@ def check_quantized(modules: Iterable[nn.Module]) -> int:
             matrix = packed[0] if len(packed.shape) > 2 else packed
             kinds.setdefault((type(matrix), matrix.shape, matrix.dtype), matrix)
     for whole in kinds.values():
-        matrix = whole if whole.shape[0] % ROWS else whole.split(ROWS)[0]
+        matrix = _some_rows(whole)
         for tokens in TOKENS:
             check_matrix(matrix, tokens)
     return len(kinds)
+
+
+def _some_rows(matrix: Packed) -> Packed:
+    return matrix if matrix.shape[0] % ROWS else matrix.split(ROWS)[0]
 
 
 def check_matrix(matrix: Packed, tokens: int) -> None:

@@ -9,8 +9,10 @@ the processor's cache. Both ways use the same packed numbers, so results differ 
 import functools
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +53,8 @@ class Packed:
     scale: Tensor
     dtype: torch.dtype
     """The weight's dtype before it was packed."""
+    rounds_inputs: ClassVar[bool] = False
+    """True if inputs without gradients are rounded to 8 bits, for `rounding` has made this class."""
 
     @property
     def shape(self) -> torch.Size:
@@ -90,6 +94,8 @@ class Packed:
         flat = inputs.reshape(-1, inputs.shape[-1])
         if torch.is_grad_enabled() and flat.requires_grad:
             outputs: Tensor = _Linear.apply(flat, self)  # type: ignore[no-untyped-call]
+        elif self.rounds_inputs and flat.shape[0] and not _exact.get():
+            outputs = self._multiply_rounded(flat)
         else:
             outputs = self.multiply(flat)
         outputs = outputs.view(*inputs.shape[:-1], outputs.shape[-1])
@@ -145,6 +151,24 @@ class Packed:
             weight[start:end] = rows if scale is None else rows.mul_(scale[start:end, None])
         return weight
 
+    @property
+    def can_round_inputs(self) -> bool:
+        """True if the kernels multiply these codes by rounded inputs, here."""
+        if len(self.shape) > 2:
+            return self[0].can_round_inputs
+        matrix = self._matrix() if self.device.type == "cpu" and kernels.library() is not None else None
+        return matrix is not None and matrix.takes_rounded
+
+    def _multiply_rounded(self, inputs: Tensor) -> Tensor:
+        """`multiply` with each input rounded by itself: no input has an effect on another."""
+        matrix = self._matrix()
+        assert matrix is not None
+        return matrix.multiply_rounded(inputs.float()).to(inputs.dtype)
+
+    def _matrix(self) -> kernels.Matrix | None:
+        """This matrix for the kernels on CPUs; None if they don't know this format."""
+        return None
+
     @abstractmethod
     def _rows(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
         """Rows of a matrix, dequantized but for `_output_scale`."""
@@ -172,6 +196,25 @@ class Packed:
             * TILE
         )
         return [(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+_exact: ContextVar[bool] = ContextVar("exact", default=False)
+
+
+@contextmanager
+def exact_inputs() -> Iterator[None]:
+    """Within: no product rounds its inputs, as without `--activations`. For training, whose backward doesn't either."""
+    token = _exact.set(True)
+    try:
+        yield
+    finally:
+        _exact.reset(token)
+
+
+@functools.cache
+def rounding(form: type[Packed]) -> type[Packed]:
+    """The same form, which rounds its inputs."""
+    return type(form.__name__, (form,), {"rounds_inputs": True, "__module__": form.__module__})
 
 
 class _Linear(torch.autograd.Function):
@@ -225,7 +268,10 @@ class Int8(Packed):
     def _multiply_by_kernel(self, inputs: Tensor) -> Tensor:
         if self._by_torch(inputs):
             return torch._weight_int8pack_mm(inputs, self.codes, self.scale)
-        return kernels.Matrix(self.codes, self.scale[:, None]).multiply(inputs.float()).to(inputs.dtype)
+        return self._matrix().multiply(inputs.float()).to(inputs.dtype)
+
+    def _matrix(self) -> kernels.Matrix:
+        return kernels.Matrix(self.codes, self.scale[:, None])
 
     def _by_torch(self, inputs: Tensor) -> bool:
         """True if torch's kernel is the fastest, and can take such inputs: for other dtypes it is a plain loop, and it
@@ -262,6 +308,8 @@ def scale_dtype(dtype: torch.dtype) -> torch.dtype:
 
 class LlmInt8(Int8):
     """Codes and scales of `Int8`; each input has a scale of its own, as each row of the weight has."""
+
+    can_round_inputs = False  # it rounds them in its own way
 
     def multiply(self, inputs: Tensor) -> Tensor:
         wide = inputs.float()

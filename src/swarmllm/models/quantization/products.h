@@ -4,26 +4,7 @@
  * floats exactly as models/quantization/decoded.py does it: for one input in registers, for several into the first cache.
  * Whatever is multiplied at once, a product is the same: it has 16 sums side by side, to which columns are added in turn.
  */
-#include <stdint.h>
-#include <string.h>
-
-#ifdef __GNUC__
-#define INLINE static inline __attribute__((always_inline)) /* into the version of each processor */
-#else
-#define INLINE static inline
-#endif
-
-#ifdef __GNUC__
-#define PREFETCH(from) __builtin_prefetch(from)
-#define APART static __attribute__((noinline))
-#else
-#define APART static
-#define PREFETCH(from) (void)(from)
-#endif
-
-#define PASTED(name, level) swarmllm_##name##_##level
-#define EXPANDED(name, level) PASTED(name, level)
-#define OF_LEVEL(name) EXPANDED(name, LEVEL)
+#include "compiler.h"
 
 #define PIECE 512 /* columns that are decoded at a time, at most */
 #define ROWS 4    /* decoded at a time */
@@ -46,32 +27,6 @@ INLINE vec joined(const floats *two) { /* by their place: there is more than one
 #endif
 }
 
-INLINE float number(const void *numbers, int32_t kind, int64_t at) {
-    float value;
-    if (kind == FLOAT32) {
-        value = ((const float *)numbers)[at];
-    } else if (kind == BFLOAT16) {
-        uint32_t bits = (uint32_t)((const uint16_t *)numbers)[at] << 16;
-        memcpy(&value, &bits, sizeof value);
-    } else if (kind == FLOAT16) { /* the bits of a float whose exponent is 112 too small; no infinities stand here */
-        uint32_t half = ((const uint16_t *)numbers)[at], bits = (half & 0x7fff) << 13;
-        memcpy(&value, &bits, sizeof value);
-        value *= half & 0x8000 ? -0x1p112f : 0x1p112f;
-    } else if (kind == UINT8) {
-        value = ((const uint8_t *)numbers)[at];
-    } else {
-        value = float8(((const uint8_t *)numbers)[at]);
-    }
-    return value;
-}
-
-INLINE float scale_of(const weight *w, int64_t row, int64_t group) {
-    float scale = number(w->scale, w->scale_kind, row * w->groups + group);
-    if (w->factor)
-        scale = w->divides ? scale / w->factor[row] : scale * w->factor[row];
-    return scale;
-}
-
 INLINE void add_planes(const weight *w, int64_t row, int64_t group, int num_bytes, sink *to) {
     floats values[8];
     int64_t at = row * w->groups + group;
@@ -79,13 +34,6 @@ INLINE void add_planes(const weight *w, int64_t row, int64_t group, int num_byte
     open_group(w->codes + at * num_bytes, num_bytes, scale, least, values);
     for (int i = 0; i < 8; i += 2)
         take(to, joined(values + i));
-}
-
-INLINE int64_t row_bytes(const weight *w) {
-    return w->codes_kind >= GGUF       ? w->groups
-           : w->codes_kind == PLANES ? w->groups * w->group_bytes
-           : w->codes_kind == PAIRS  ? w->columns / 2
-                                     : w->columns;
 }
 
 /* Columns [start, end) of a row, for codes without a faster way. All codes first: what has just been written isn't read

@@ -3,4 +3,5 @@
 #pragma GCC target("arch=x86-64-v3")
 #define LEVEL 3
 #include "products.h"
+#include "step.h"
 #endif

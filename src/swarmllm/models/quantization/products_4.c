@@ -3,4 +3,5 @@
 #pragma GCC target("arch=x86-64-v4")
 #define LEVEL 4
 #include "products.h"
+#include "step.h"
 #endif

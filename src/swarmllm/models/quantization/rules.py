@@ -1,6 +1,7 @@
 """The choice of weights to quantize: decided from names and shapes, before anything is loaded."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal, cast, get_args
 
 import torch
@@ -46,6 +47,8 @@ class Quantization:
     quant_type: QuantType = "none"
     smallest: int = SMALLEST
     """Weights with fewer elements than this (of one expert) stay in full precision."""
+    calibration: Mapping[str, Tensor] | None = field(default=None, compare=False, repr=False)
+    """Mean squares of the inputs of each weight, `[…, in]`, by its name in the model: they weight the search."""
 
     def format_of(self, model: PreTrainedModel, name: str) -> StoredType:
         """The type in which a parameter of the model is stored: `none` for everything but large matrices of linear
@@ -58,6 +61,27 @@ class Quantization:
         if rows * columns < self.smallest:
             return "none"
         return _for_rows(self.quant_type, columns)
+
+    def require_calibration(self, model: PreTrainedModel, prefix: str) -> None:
+        """Check that the calibration has all weights of blocks, whose names begin with `prefix`, that will be rounded.
+
+        Raises:
+            ConfigurationError: it is of another model.
+        """
+        for name, weight in model.named_parameters() if self.calibration is not None else ():
+            if not name.startswith(prefix) or self.format_of(model, name) not in BLOCKS:
+                continue
+            *experts, _, columns = packed_shape(model.get_submodule(name.rpartition(".")[0]), weight)
+            found = self.importance_of(name)
+            if found is None or found.shape != (*experts, columns):
+                raise ConfigurationError(
+                    f"the calibration is of another model: it has no inputs of {name}; make one of this model with "
+                    "swarmllm calibrate"
+                )
+
+    def importance_of(self, name: str) -> Tensor | None:
+        """The mean squares of the inputs of a weight, if they are known."""
+        return None if self.calibration is None else self.calibration.get(name)
 
 
 def _for_rows(quant_type: QuantType, columns: int) -> StoredType:
@@ -92,10 +116,12 @@ def may_be_packed(model: PreTrainedModel, name: str) -> bool:
     weight = module._parameters.get(leaf)
     if weight is None or not weight.is_floating_point() or name in _tied(model):
         return False
-    return _is_linear(path, leaf, module, weight)
+    return is_linear(name, module, weight)
 
 
-def _is_linear(path: str, leaf: str, module: nn.Module, weight: Tensor) -> bool:
+def is_linear(name: str, module: nn.Module, weight: Tensor) -> bool:
+    """True if a module's parameter is the matrix of a linear map, or those of experts; routers are none."""
+    path, _, leaf = name.rpartition(".")
     if not _ROUTERS.isdisjoint(path.split(".")) or "Router" in type(module).__name__:
         return False
     if isinstance(module, nn.Linear | Conv1D):

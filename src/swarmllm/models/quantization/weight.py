@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from swarmllm.models.quantization.packed import Packed
+from swarmllm.models.quantization.packed import Packed, rounding
 
 
 class PackedView:
@@ -129,6 +129,13 @@ class QuantizedWeight(PackedView, nn.Module):
             return nn.Module.__getattr__(self, name)
         except AttributeError:
             return PackedView.__getattr__(self, name)
+
+    def round_inputs(self) -> bool:
+        """Multiply by rounded inputs from now on, where they need no gradient; False: these codes can't."""
+        if not self.packed.can_round_inputs:
+            return False
+        self._form = rounding(self._form)  # type: ignore[arg-type]
+        return True
 
     def stand_for(self, dtype: torch.dtype) -> None:
         """Be a weight of this dtype from now on, for model code that asks."""

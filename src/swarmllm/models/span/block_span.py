@@ -48,6 +48,7 @@ from swarmllm.models.boundary.inner_states import MAX_PLACE, InnerStates, Map, f
 from swarmllm.models.checkpoint.skeleton import GivenEmbeddings
 from swarmllm.models.parallel.shared import Group, is_rounded
 from swarmllm.models.quantization import QuantizedWeight
+from swarmllm.models.quantization.packed import exact_inputs
 from swarmllm.models.span.attention import attending, attention_configs, few_preferred
 from swarmllm.models.span.offload import OffloadedBlocks
 from swarmllm.models.span.page_pool import PagePool, page_bytes
@@ -220,6 +221,11 @@ class BlockSpan:
         return any(isinstance(one, QuantizedWeight) and is_rounded(one.packed) for one in self._weights())
 
     @cached_property
+    def rounds_inputs(self) -> bool:
+        """True if products with quantized weights round their inputs in sessions (`--activations`)."""
+        return any(isinstance(one, QuantizedWeight) and one.packed.rounds_inputs for one in self._weights())
+
+    @cached_property
     def shares_keys(self) -> bool:
         """True if sessions attend by `attention.attend_few`.
 
@@ -352,7 +358,7 @@ class BlockSpan:
         if self.source_dim and inputs.encoder_hidden_states is None and (cache is None or not cache.source):
             raise ConfigurationError("these blocks attend to encoder_hidden_states, which were not given")
         if cache is None:
-            with self.adapted(inputs, span), self._saved_for_backward():
+            with self.adapted(inputs, span), self._saved_for_backward(), exact_inputs():
                 return self.run_blocks(inputs, span, self._with_prefix(None, inputs, span))
         with torch.inference_mode(), self.adapted(inputs, span, cache.position):
             output = self.run_blocks(inputs, span, self._with_prefix(cache, inputs, span))

@@ -30,7 +30,7 @@ from swarmllm.models.checkpoint.skeleton import (
 )
 from swarmllm.models.parallel.shared import Group, share
 from swarmllm.models.quantization import FULL_PRECISION, Quantization
-from swarmllm.models.quantization.loading import LoadingConfig, check_quantized, hold_whole
+from swarmllm.models.quantization.loading import LoadingConfig, check_quantized, hold_whole, round_inputs
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.offload import OffloadedBlocks, spread
 from swarmllm.models.span.probe_results import ProbeResults
@@ -62,6 +62,7 @@ def load_block_span(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     quantization: Quantization = FULL_PRECISION,
+    activations: str = "none",
     progress: bool = True,
     num_offloaded: int = 0,
     offload_dir: Path | None = None,
@@ -72,7 +73,8 @@ def load_block_span(
 
     `num_offloaded` of them are in the device's memory only while they compute (`offload`). A processor's are kept in a
     file in `offload_dir`, by default among temporary files. Results of probes are kept in `probes_dir` for the next
-    start. Each process of `group` gets some rows of all matrices.
+    start. Each process of `group` gets some rows of all matrices. `activations`: "int8" rounds inputs of quantized
+    weights.
 
     Raises:
         ConfigurationError: the model has no such blocks, can't quantize them that way, or there is no room to offload.
@@ -96,7 +98,10 @@ def load_block_span(
             else:
                 model = read(span, unused, digests, progress=progress)
             blocks = BlockSpan(model, span, digests.of(span), offloaded, group)
-        return _probed(blocks, known)  # not within separate_weights: products decode in pieces
+        _probed(blocks, known)  # not within separate_weights: products decode in pieces
+        if activations == "int8":  # after the probes, which look for smaller differences
+            round_inputs(blocks.slots.modules())
+        return blocks
 
     unused = unused_before_blocks(checkpoint.config, stack_of(checkpoint.config, span))
     try:
@@ -130,15 +135,14 @@ def _reader(
     return read
 
 
-def _probed(blocks: BlockSpan, known: ProbeResults | None) -> BlockSpan:
-    """The blocks with the results of probes, new or from an earlier start."""
+def _probed(blocks: BlockSpan, known: ProbeResults | None) -> None:
+    """Give the blocks the results of probes, new or from an earlier start."""
     if known is None or not known.restore(blocks):
         with stage(f"probing blocks {blocks.span}"):
             probe(blocks)
         return_free_memory()
         if known is not None:
             known.keep(blocks)
-    return blocks
 
 
 def _require_blocks(checkpoint: Checkpoint, span: Span, num_offloaded: int) -> None:

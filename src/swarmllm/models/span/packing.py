@@ -1,5 +1,6 @@
 """Calls of several sessions that run together: which calls can, and how; each session gets its own result.
 
+    traced        calls of few new positions as a line of operations without the model's code, on CPUs (`traced_step`)
     paged         one row of all new positions, with keys and values in pages: one attention for all (`paged_attention`)
     ragged        the same row; attention for each session on its own cache (`packed_caches`)
     padded        calls of equally many new positions as one batch (`packed_caches`)
@@ -12,6 +13,7 @@ when a call runs; this module knows no queue and no clock.
 
 import inspect
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -24,12 +26,15 @@ from torch import Tensor
 from swarmllm.data_structures import Span
 from swarmllm.errors import LocalProtocolError
 from swarmllm.models.boundary.block_inputs import BlockInputs, arithmetic
+from swarmllm.models.quantization import kernels
+from swarmllm.models.quantization.step import Rows as StepRows
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.decode_graphs import SIZES, DecodeGraphs, DecodeStep, StaticInputs
 from swarmllm.models.span.packed_caches import PackingUnsupportedError, PaddedCache, RaggedAttention, Segment
 from swarmllm.models.span.page_pool import PagePool, Placed, why_no_kernels
 from swarmllm.models.span.paged_attention import SHORT_TOKENS, PagedAttention
 from swarmllm.models.span.span_cache import SpanCache
+from swarmllm.models.span.traced_step import TracedSteps, fits_one_thread
 from swarmllm.models.span.trials import random_inputs
 
 logger = logging.getLogger(__name__)
@@ -45,6 +50,8 @@ OutputOrError = Tensor | Exception
 class Packing(Enum):
     """A way to run several calls; in most measurements the fastest first (docs/benchmarks.md)."""
 
+    TRACED = "traced"
+    """For few new positions only, so besides another way."""
     PAGED = "paged"
     RAGGED = "ragged"
     PADDED = "padded"
@@ -83,6 +90,10 @@ class PackedForward:
     def paged(self) -> PagedAttention:
         return PagedAttention(self.blocks)
 
+    @cached_property
+    def traced(self) -> TracedSteps:
+        return TracedSteps(self.paged)
+
     def lacks_source(self, call: SessionCall) -> bool:
         """True for the first call of a session with an encoder: it computes keys and values of the encoder's outputs,
         alone."""
@@ -97,11 +108,40 @@ class PackedForward:
         """
         past = min(call.cache.position for call in calls)
         with torch.inference_mode(), self.blocks.adapted(calls[0].inputs, calls[0].span, past):
-            run = {Packing.PAGED: self._run_paged, Packing.RAGGED: self._run_ragged, Packing.PADDED: self._run_padded}
+            run = {
+                Packing.TRACED: self._run_traced,
+                Packing.PAGED: self._run_paged,
+                Packing.RAGGED: self._run_ragged,
+                Packing.PADDED: self._run_padded,
+            }
             outputs = run[way](calls)
             for call in calls:
                 call.cache.advance(call.inputs.seq_len)
         return outputs
+
+    def _run_traced(self, calls: Sequence[SessionCall]) -> list[Tensor]:
+        span, shapes = calls[0].span, [call.inputs.hidden_states.shape for call in calls]
+        line = self.traced.line(span, calls[0].inputs.hidden_states.dtype)
+        stored: list[int] = []
+        positions: list[int] = []
+        for call in calls:
+            seq_len, rows = call.inputs.seq_len, call.inputs.batch_size
+            of_blocks = call.cache.extend(seq_len)
+            for row in range(rows):
+                places = [(one.addresses(row), one.start) for one in of_blocks]
+                for idx in range(seq_len):
+                    for addresses, start in places:
+                        stored += addresses
+                        stored.append(start + idx)
+            given = _positions(call).flatten().tolist() if call.inputs.position_ids is not None else None
+            positions += given or rows * list(range(call.cache.length, call.end_position))
+        hidden = torch.cat([call.inputs.hidden_states.flatten(0, 1) for call in calls])
+        most_seen = max(call.end_position for call in calls)
+        output = line.run(StepRows(hidden, positions, stored, most_seen), span.start, span.end)
+        if len(calls) == 1:
+            return [output.view(shapes[0])]
+        parts = torch.split(output, [shape[0] * shape[1] for shape in shapes])
+        return [part.clone().view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def _run_paged(self, calls: Sequence[SessionCall]) -> list[Tensor]:
         calls_in_row = sorted(calls, key=lambda call: call.inputs.seq_len > SHORT_TOKENS)
@@ -272,8 +312,10 @@ class Packer:
         """`ways` give the right results for these blocks; the usually fastest comes first."""
         self.blocks = blocks
         self.ways = tuple(ways)
-        self.way = self.ways[0]
+        self.way: Packing = next(way for way in self.ways if way != Packing.TRACED)
         """The way in use."""
+        self.traces = Packing.TRACED in self.ways
+        """True if calls of few new positions run traced, whatever the way is."""
         self.forward = PackedForward(blocks)
         self._failed: set[Packing] = set()
         """Ways whose failure has been logged."""
@@ -305,23 +347,39 @@ class Packer:
         graphs.record(sizes)
         forward.graphs = graphs if graphs.sizes else None
 
+    def trace(self) -> None:
+        """Record the step of all hosted blocks, if it is right for these blocks to run traced."""
+        if not self.traces:
+            return
+        began_at = time.perf_counter()
+        try:
+            self.forward.traced.line(self.blocks.span, self.blocks.dtype)
+        except PackingUnsupportedError as error:
+            self.traces = False
+            logger.info("decode steps are run by the model's own code: %s", error)
+            return
+        logger.info("decode steps run as lines of operations, recorded in %.1f s", time.perf_counter() - began_at)
+
     def run_calls(self, calls: Sequence[SessionCall], way: Packing | None = None) -> list[OutputOrError]:
         """Run the calls; returns for each, in order, the result of `BlockSpan.forward` or its exception.
 
         The cache of a call that fails is in an undefined state, the others are untouched by it. Each cache may occur
         once. `way` None: the one in use.
         """
-        way = way or self.way
+        ways = [way or self.way] * len(calls)
+        if way is None and self.traces:
+            for idx in self._traceable(calls):
+                ways[idx] = Packing.TRACED
         outcomes: dict[int, OutputOrError] = {}
-        for group, fits in self._groups(calls, way):
+        for group, way_of_group in self._groups(calls, ways):
             members = [calls[idx] for idx in group]
-            run = self._run_group(members, way) if fits else self._one_by_one(members)
-            outcomes.update(zip(group, run, strict=True))
+            outcomes.update(zip(group, self._run_group(members, way_of_group), strict=True))
         return [outcomes[idx] for idx in range(len(calls))]
 
     def _run_group(self, calls: Sequence[SessionCall], way: Packing) -> list[OutputOrError]:
         is_short = calls[0].inputs.seq_len <= SHORT_TOKENS
-        if len(calls) == 1 and not (way == Packing.PAGED and is_short):  # a prompt has kernels of its own
+        works_alone = way == Packing.TRACED or (way == Packing.PAGED and is_short)  # a prompt has kernels of its own
+        if way == Packing.ONE_BY_ONE or (len(calls) == 1 and not works_alone):
             return self._one_by_one(calls)
         undo = [call.cache.keep_state() for call in calls]
         try:
@@ -346,16 +404,36 @@ class Packer:
 
     # ------------------------------------------------------------------ calls that run together
 
-    def _groups(self, calls: Sequence[SessionCall], way: Packing) -> list[tuple[list[int], bool]]:
-        """(indices of its calls, True if they can run this way) for each group."""
-        groups: dict[tuple[Any, ...], tuple[list[int], bool]] = {}
+    def _traceable(self, calls: Sequence[SessionCall]) -> list[int]:
+        """The calls of few new positions that can run traced; none if they have so many rows that torch is faster."""
+        if not fits_one_thread(self.blocks):
+            return []
+        found = [idx for idx, call in enumerate(calls) if self._is_traceable(call)]
+        num_rows = sum(calls[idx].inputs.batch_size * calls[idx].inputs.seq_len for idx in found)
+        if num_rows > kernels.AT_A_TIME and num_rows > kernels.most_inputs(self.blocks.dtype):
+            return []
+        return found
+
+    def _is_traceable(self, call: SessionCall) -> bool:
+        inputs, cache = call.inputs, call.cache
+        if inputs.seq_len > SHORT_TOKENS or not cache.length or cache.span != call.span or inputs.adapter is not None:
+            return False
+        if inputs.hidden_states.ndim != 3 or _num_axes(inputs.position_ids):
+            return False
+        return cache.can_extend(inputs.batch_size)
+
+    def _groups(self, calls: Sequence[SessionCall], ways: Sequence[Packing]) -> list[tuple[list[int], Packing]]:
+        """(indices of its calls, the way that they run) for each group; `ways` are those that the calls should run."""
+        groups: dict[tuple[Any, ...], tuple[list[int], Packing]] = {}
         seen: set[int] = set()
         for idx, call in enumerate(calls):
             if id(call.cache) in seen:
                 raise LocalProtocolError("two calls of one session can't run together")
             seen.add(id(call.cache))
+            way = ways[idx]
             key = self._key(call, way)
-            groups.setdefault(key or (idx,), ([], key is not None))[0].append(idx)
+            run = Packing.ONE_BY_ONE if key is None else way
+            groups.setdefault((run, *(key or (idx,))), ([], run))[0].append(idx)
         return list(groups.values())
 
     def _key(self, call: SessionCall, way: Packing) -> tuple[Any, ...] | None:
@@ -374,7 +452,7 @@ class Packer:
         same = call.span, inputs.adapter, _num_axes(inputs.position_ids), how, *shape
         if way == Packing.PAGED and call.cache.table is None:
             return None
-        if way in (Packing.PAGED, Packing.RAGGED):
+        if way in (Packing.TRACED, Packing.PAGED, Packing.RAGGED):
             return same
         if inputs.seq_len > MAX_PADDED_TOKENS:
             return None

@@ -19,6 +19,7 @@ from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.packed_caches import PackingUnsupportedError
 from swarmllm.models.span.packing import PackedForward, Packing, SessionCall
 from swarmllm.models.span.span_cache import RollbackUnsupportedError, SpanCache
+from swarmllm.models.span.traced_step import why_not_traced
 from swarmllm.models.span.trials import (
     LENIENT,
     STRICT,
@@ -51,7 +52,8 @@ def right_ways(span: BlockSpan) -> list[Packing]:
         return [Packing.ONE_BY_ONE]
     forward, inputs = PackedForward(span), random_inputs(span, min(SEQ, span.max_positions or SEQ), batch_size=3)
     probes = [PackingProbe(forward, part, inputs) for part in parts_of_each_kind(span)]
-    ways = [way for way in Packing if way != Packing.PAGED or span.pool is not None]
+    left_out = {Packing.PAGED: span.pool is None, Packing.TRACED: bool(why_not_traced(span))}
+    ways = [way for way in Packing if not left_out.get(way)]
     with worthwhile_threads(span.slots):
         return [way for way in ways if way == Packing.ONE_BY_ONE or all(probe.agrees(way) for probe in probes)]
 
@@ -129,6 +131,9 @@ class PackingProbe:
         groups: list[list[SessionCall]] = [[call] for call in calls]
         if way in (Packing.PAGED, Packing.RAGGED):
             groups = [calls]
+        elif way == Packing.TRACED:  # a session's first step makes its buffers
+            has_begun = [call for call in calls if call.cache.length]
+            groups = [[call] for call in calls if not call.cache.length] + ([has_begun] if has_begun else [])
         elif way == Packing.PADDED:
             by_length = sorted({call.inputs.seq_len for call in calls})
             groups = [[call for call in calls if call.inputs.seq_len == length] for length in by_length]
@@ -136,7 +141,7 @@ class PackingProbe:
             groups = [[call] for call in calls]
         results: dict[int, Tensor] = {}
         for group in groups:
-            if len(group) > 1 and way is not None:
+            if way is not None and (len(group) > 1 or (way == Packing.TRACED and group[0].cache.length)):
                 outputs = self.forward.run_packed(group, way)
             else:
                 outputs = [self._advance(call) for call in group]

@@ -89,12 +89,21 @@ class PagedAttention:
         """Within: the model's forward on the packed row, with this cache."""
         cache = self.cache
         cache.pool, cache.placed = pool, placed
+        try:
+            with self.attending(cache):
+                yield cache
+        finally:
+            cache.pool = cache.placed = None
+
+    @contextmanager
+    def attending(self, cache: PagedBatch) -> Iterator[None]:
+        """Within: the model attends by this cache."""
         _running.batch = cache
         try:
             with attending(self._configs, NAME):
-                yield cache
+                yield
         finally:
-            _running.batch = cache.pool = cache.placed = cache.keys = None
+            _running.batch = cache.keys = None
 
     def step(
         self,

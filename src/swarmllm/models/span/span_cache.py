@@ -2,7 +2,7 @@
 
 transformers' own layer of full attention concatenates all keys and values in every step, which for a long context
 costs more than the block's attention. `BufferedCacheLayer` writes into a buffer that grows by whole chunks, and
-returns a view: the same numbers, bit by bit.
+returns a view: the same numbers, bit by bit. `BufferedWindowLayer` is the same for a sliding window.
 
 `BlockSpan.new_cache` makes a cache; only the device thread touches it.
 """
@@ -47,6 +47,19 @@ class BufferedCacheLayer(DynamicLayer):
         self.value_buffer, self.values = _append(self.value_buffer, value_states, start, self.length)
         return self.keys, self.values
 
+    def extend(self, num_positions: int) -> "StoredRows":
+        """Make room for so many positions, which the caller writes to the buffers itself."""
+        assert self.key_buffer is not None
+        assert self.value_buffer is not None
+        start, end = self.length, self.length + num_positions
+        if end > self.key_buffer.shape[-2]:
+            self.key_buffer, self.value_buffer = (
+                _larger(buffer, start, end, buffer) for buffer in (self.key_buffer, self.value_buffer)
+            )
+        self.length = end
+        self._refresh_views()
+        return StoredRows(self.key_buffer, self.value_buffer, start)
+
     def part(self, start: int, end: int) -> tuple[Tensor, Tensor] | None:
         """Copies of the keys and values of positions `[start, end)`; None if this block keeps none of its own."""
         if not self.is_initialized:
@@ -76,16 +89,116 @@ class BufferedCacheLayer(DynamicLayer):
             self.values = self.value_buffer.narrow(-2, 0, self.length)
 
 
+class BufferedWindowLayer(DynamicSlidingWindowLayer):
+    """A cache layer with a sliding window; `keys` and `values` are views of the last positions in the buffers."""
+
+    def __init__(self, sliding_window: int) -> None:
+        super().__init__(sliding_window)
+        self.key_buffer: Tensor | None = None
+        self.value_buffer: Tensor | None = None
+        self.end = 0
+        """Positions in the buffers, those before the window included."""
+
+    @property
+    def num_kept(self) -> int:
+        """Positions in `keys`, the last ones of the buffers."""
+        return self.keys.shape[-2] if self.is_initialized and self.keys.ndim > 1 else 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append `[batch, heads, new, head]`; return all keys and values that these may see."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        kept, new = self.num_kept, key_states.shape[-2]
+        start = self._make_room(key_states, value_states, new)
+        for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
+            buffer.narrow(-2, start, new).copy_(states)
+        self._advance(new)
+        return self._last(min(kept, self.sliding_window - 1) + new if self.record_past else kept + new)
+
+    def extend(self, num_positions: int) -> "StoredRows":
+        """Make room for so many positions, which the caller writes to the buffers itself."""
+        keys, values = self._buffers
+        start = self._make_room(keys, values, num_positions)
+        self._advance(num_positions)
+        return StoredRows(*self._buffers, start)
+
+    @property
+    def _buffers(self) -> tuple[Tensor, Tensor]:
+        assert self.key_buffer is not None
+        assert self.value_buffer is not None
+        return self.key_buffer, self.value_buffer
+
+    def _make_room(self, keys: Tensor, values: Tensor, new: int) -> int:
+        """The place of the next positions in the buffers, whose first two and last axes are those of these tensors."""
+        if self.key_buffer is None or self.end + new > self.key_buffer.shape[-2]:
+            kept = self.num_kept
+            self.key_buffer = _larger(self.keys if kept else None, kept, kept + new, keys)
+            self.value_buffer = _larger(self.values if kept else None, kept, kept + new, values)
+            self.end = kept
+        return self.end
+
+    def _advance(self, new: int) -> None:
+        kept = self.num_kept
+        self.end += new
+        self.cumulative_length += new
+        if not self.record_past and self.sliding_window > 1:
+            self.keys, self.values = self._last(min(kept + new, self.sliding_window - 1))
+        else:
+            self.keys, self.values = self._last(kept + new)
+
+    def _last(self, number: int) -> tuple[Tensor, Tensor]:
+        """Views of the last positions."""
+        keys, values = self._buffers
+        return keys.narrow(-2, self.end - number, number), values.narrow(-2, self.end - number, number)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` positions (transformers counts them as a negative number)."""
+        if self.is_initialized:
+            super().crop(tokens_to_remove)
+            self.end -= abs(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Keep the rows `beam_idx` of the batch, in that order."""
+        if self.key_buffer is not None:
+            order, kept = beam_idx.to(self.key_buffer.device), self.num_kept
+            self.key_buffer, self.value_buffer = (buffer.index_select(0, order) for buffer in self._buffers)
+            self.keys, self.values = self._last(kept)
+
+
+BUFFERED = (BufferedCacheLayer, BufferedWindowLayer)
+"""The layers whose keys and values others may write."""
+
+
 def _append(buffer: Tensor | None, new: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
     """Write `new` at `[start, end)` of the sequence axis; returns (the buffer, its filled part)."""
     if buffer is None or end > buffer.shape[-2]:
-        capacity = -(-end // CHUNK_TOKENS) * CHUNK_TOKENS
-        larger = new.new_empty((*new.shape[:-2], capacity, new.shape[-1]))
-        if buffer is not None and start:
-            larger.narrow(-2, 0, start).copy_(buffer.narrow(-2, 0, start))
-        buffer = larger
+        buffer = _larger(buffer, start, end, new)
     buffer.narrow(-2, start, end - start).copy_(new)
     return buffer, buffer.narrow(-2, 0, end)
+
+
+def _larger(buffer: Tensor | None, start: int, end: int, like: Tensor) -> Tensor:
+    """A buffer with room for `end` positions and the first `start` of the old one."""
+    capacity = -(-end // CHUNK_TOKENS) * CHUNK_TOKENS
+    larger = like.new_empty((*like.shape[:-2], capacity, like.shape[-1]))
+    if buffer is not None and start:
+        larger.narrow(-2, 0, start).copy_(buffer.narrow(-2, 0, start))
+    return larger
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class StoredRows:
+    """A block's buffers of a session, `[batch, heads, positions, head]`, and the place of the first new position."""
+
+    keys: Tensor
+    values: Tensor
+    start: int
+
+    def addresses(self, row: int) -> tuple[int, int, int, int]:
+        """Addresses of a row's keys and values, and the number of positions that each has room for."""
+        keys, values = self.keys, self.values
+        of_row = row and row * keys.stride(0) * keys.itemsize, row and row * values.stride(0) * values.itemsize
+        return keys.data_ptr() + of_row[0], values.data_ptr() + of_row[1], keys.shape[2], values.shape[2]
 
 
 @dataclass(frozen=True)
@@ -133,6 +246,8 @@ class SpanCache(PhantomCache):
                 self.layers[block_idx - first] = PagedLayer(self.table, block_idx, _window_of(layer))
             elif type(layer) is DynamicLayer:
                 self.layers[block_idx - first] = BufferedCacheLayer()
+            elif type(layer) is DynamicSlidingWindowLayer:
+                self.layers[block_idx - first] = BufferedWindowLayer(layer.sliding_window)
         self.span, self._first = span, first
         self.cross = DynamicCache() if has_source else None
         """Keys and values of the encoder's outputs, which never grow."""
@@ -169,8 +284,7 @@ class SpanCache(PhantomCache):
         return {
             block_idx: ((layer.keys.shape[1], layer.keys.shape[3]), (layer.values.shape[1], layer.values.shape[3]))
             for block_idx in self.span
-            if type(layer := self.layers[block_idx - self._first]) in (BufferedCacheLayer, DynamicSlidingWindowLayer)
-            and layer.is_initialized
+            if type(layer := self.layers[block_idx - self._first]) in BUFFERED and layer.is_initialized
         }
 
     def advance(self, num_tokens: int) -> None:
@@ -226,6 +340,19 @@ class SpanCache(PhantomCache):
         if self.cross is not None:
             self.cross.reorder_cache(order)
         self.source = {name: tensor.index_select(0, order.to(tensor.device)) for name, tensor in self.source.items()}
+
+    def can_extend(self, batch_size: int) -> bool:
+        """True if `extend` works: each block has buffers for so many rows."""
+        return all(
+            type(layer) in BUFFERED and layer.key_buffer is not None and len(layer.key_buffer) == batch_size
+            for layer in self._hosted_layers()
+        )
+
+    @torch.inference_mode()
+    def extend(self, num_positions: int) -> list[StoredRows]:
+        """Make room for new positions in all hosted blocks; the caller writes their keys and values, then calls
+        `advance`."""
+        return [layer.extend(num_positions) for layer in self._hosted_layers()]
 
     def source_of(self, given: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The encoder's outputs that the blocks attend to: those of the first call, kept for the later ones."""
@@ -327,7 +454,7 @@ class SpanCache(PhantomCache):
 
 def can_be_paged(layer: Any) -> bool:
     """True if keys and values of such a layer can be kept in pages."""
-    return type(layer) in (DynamicLayer, BufferedCacheLayer, DynamicSlidingWindowLayer, PagedLayer)
+    return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer, PagedLayer, *BUFFERED)
 
 
 def _window_of(layer: Any) -> int:

@@ -53,6 +53,12 @@ def is_loopback(addr: str) -> bool:
     return addr.startswith(("/ip4/127.", "/ip6/::1/"))
 
 
+def hosts_of(addrs: Iterable[str]) -> tuple[str, ...]:
+    """The IP addresses in these addresses."""
+    parted = (addr.split("/") for addr in addrs)
+    return tuple(dict.fromkeys(parts[2] for parts in parted if parts[1:2] in (["ip4"], ["ip6"])))
+
+
 def _reach(addr: str) -> int:
     """Rank an address; smaller means that it is reachable from more places.
 

@@ -8,7 +8,8 @@ does.
 `Dialler` opens streams. libp2p's daemon dials all addresses of a peer, those through relays half a second later, and
 uses its connection for all further streams. It takes half a minute to notice that a circuit through a frozen relay is
 dead, so a peer behind a silent relay is dialled again. `Incoming` accepts streams that other peers open at one
-protocol, each in its own task. A peer has one for messages and one for the relay.
+protocol, each in its own task. A peer has one for messages and one for the relay. Streams for messages leave the daemon
+when they are used, if `p2p/direct` can take them over.
 """
 
 import asyncio
@@ -20,9 +21,10 @@ from pathlib import Path
 
 from swarmllm.errors import PeerTimeoutError, PeerUnreachableError, SwarmError
 from swarmllm.network.p2p._hivemind import P2PDaemonError, PeerID, p2pd_pb2, read_pbmsg_safe, write_pbmsg
-from swarmllm.network.p2p.addresses import check_addresses, is_loopback, pack_addrs
+from swarmllm.network.p2p.addresses import check_addresses, hosts_of, is_loopback, pack_addrs
 from swarmllm.network.p2p.daemon import Daemon, reason_of
 from swarmllm.network.p2p.dht_node import Dht
+from swarmllm.network.p2p.direct import DirectDialler, Door
 from swarmllm.network.p2p.identity import Identity, is_peer_id, lock_identity
 from swarmllm.network.p2p.reachability import Reachability, RelayPeer
 from swarmllm.network.relay.messages import HOP, STOP, came_from, is_circuit
@@ -69,6 +71,10 @@ class Peer:
         self._handler: StreamHandler | None = None
         self._streams: set[FrameStream] = set()
         self._dialler: Dialler | None = None
+        self._direct: DirectDialler | None = None
+        self._door: Door | None = None
+        self._door_place: tuple[tuple[str, ...], int] = (), 0
+        """Where the door listens, and its port. Without an address there is none."""
         self._closed = False
 
     @classmethod
@@ -83,13 +89,16 @@ class Peer:
         relay: RelayRules | None = None,
         reachability: str = "public",
         address_book: Path | None = None,
+        direct_port: int | None = None,
     ) -> "Peer":
         """Start the daemon and join the swarm of `initial_peers`, or begin a new one without them.
 
         In client mode the peer listens nowhere and stores nothing for others. `announce_maddrs` are addresses for
         others, if they differ (NAT, proxies). Without `identity_path` the peer id is new each time. Without `relay`
         nobody is relayed. `reachability`: "public", "private", or "auto", which asks some peers. `address_book`: file
-        of peers that were met, which are tried if no initial peer answers.
+        of peers that were met, which are tried if no initial peer answers. `direct_port`: TCP port for direct
+        connections. None: any free one, but none at all if `announce_maddrs` are given, because it isn't forwarded
+        then. 0: no direct connections, also to others.
 
         Raises:
             ConfigurationError: an address, the identity file or this machine's clock is unusable.
@@ -98,6 +107,10 @@ class Peer:
         """
         check_addresses(initial_peers, host_maddrs, announce_maddrs or (), listens=not client_mode)
         peer = cls(Identity.load_or_create(identity_path) if identity_path else Identity.generate())
+        if direct_port != 0:
+            peer._direct = DirectDialler()
+            if not client_mode and (direct_port or not announce_maddrs):
+                peer._door_place = hosts_of(host_maddrs), direct_port or 0
         begin = partial(peer._begin, initial_peers, host_maddrs, announce_maddrs, client_mode, relay, address_book)
         looks = reachability == "auto" and not announce_maddrs and not all(map(is_loopback, host_maddrs))
         try:
@@ -187,6 +200,11 @@ class Peer:
         return sum(stream.through_relay for stream in self._streams)
 
     @property
+    def num_direct_streams(self) -> int:
+        """Open streams that don't pass through p2pd any more."""
+        return sum(stream.is_moved for stream in self._streams)
+
+    @property
     def daemon_pid(self) -> int:
         """Process id of p2pd."""
         return self._running_daemon().pid
@@ -227,7 +245,10 @@ class Peer:
             ends = await self._dialler.open(peer_id, addrs, timeout_s)
             if self._dht is not None:
                 self._dht.met(peer_id, addrs)
-        return self._adopt(*ends, max_message_bytes)
+        stream, caller = self._adopt(*ends, max_message_bytes), ends[0]
+        if self._direct is not None and caller.host and not caller.through_relay:
+            stream.take_offer = partial(self._direct.take_offer, stream, caller.host)
+        return stream
 
     async def _dial_self(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """libp2p refuses to dial itself, but one server may run two pieces of a route: connect to ourselves as p2pd
@@ -249,10 +270,13 @@ class Peer:
 
         Raises:
             PeerUnreachableError: the daemon died.
+            ConfigurationError: the port for direct connections is taken.
         """
         daemon = self._running_daemon()
         is_first, self._handler = self._handler is None, handler
         if is_first:
+            hosts, port = self._door_place
+            self._door = Door.open(daemon.directory, hosts, port) if hosts else None
             await self._take(Incoming(daemon, STREAM_SOCKET, STREAM_PROTOCOL, self._serve))
 
     async def _take(self, incoming: "Incoming", **options: int) -> None:
@@ -261,6 +285,8 @@ class Peer:
 
     async def _serve(self, caller: Caller, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         stream = self._adopt(caller, reader, writer, MAX_MESSAGE_BYTES)
+        if self._door is not None and caller.host and not caller.through_relay:
+            stream.make_offer = partial(self._door.offer, stream)
         try:
             if self._handler is not None:
                 await self._handler(stream)
@@ -373,6 +399,10 @@ class Peer:
     async def _end_traffic(self) -> None:
         if self._reachability is not None:
             await self._reachability.close()
+        if self._direct is not None:
+            await self._direct.close()
+        if self._door is not None:
+            await self._door.close()
         await asyncio.gather(*(incoming.close() for incoming in self._incoming))
         await asyncio.gather(*(stream.gone for stream in tuple(self._streams)))
         self._incoming.clear()

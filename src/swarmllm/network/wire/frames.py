@@ -7,8 +7,8 @@ A message is a type, a small header (a msgpack map) and a payload of raw bytes. 
                bytes of the header, bytes of this frame's payload chunk, bytes of the whole message's payload
 
 The first frame holds the header and at most `CHUNK_BYTES` of payload. Frames of type CONTINUE hold the rest. A control
-message (PING, PONG, ERROR) has no payload and may come between the frames of another message, so that a transfer of
-many megabytes delays no sign of life. The decoder's states:
+message (PING, PONG, ERROR, MOVED) has no payload and may come between the frames of another message, so that a transfer
+of many megabytes delays no sign of life. The decoder's states:
 
     state              on                                  →
     idle               first frame of a whole message      idle, message
@@ -79,10 +79,12 @@ class MessageType(IntEnum):
     RESULT = 23
     ADAPTER = 25
     PUSH = 27
+    MOVED = 28
+    """The sender's last frame on this connection. It goes on with the next frame on the other one (`wire/stream`)."""
     # 24 and 26 were used until 2026-11-23.
 
 
-CONTROL_TYPES = frozenset((MessageType.PING, MessageType.PONG, MessageType.ERROR))
+CONTROL_TYPES = frozenset((MessageType.PING, MessageType.PONG, MessageType.ERROR, MessageType.MOVED))
 LARGE_TYPES = frozenset(
     (
         MessageType.STEP,

@@ -72,6 +72,21 @@ Attentions = Annotated[
 (`boundary/inner_states`)."""
 
 
+TICKET_BYTES = 32
+
+
+class DirectOffer(PeerModel):
+    """A server's offer to move the stream to a connection without p2pd (`p2p/direct`)."""
+
+    port: Annotated[int, Field(ge=1, lt=1 << 16)]
+    directory: Annotated[PeerText, Field(max_length=64)] = ""
+    """Name of the directory of its socket for programs on the same machine."""
+    certificate: Annotated[bytes, Field(min_length=32, max_length=32)]
+    """SHA-256 of its TLS certificate."""
+    ticket: Annotated[bytes, Field(min_length=TICKET_BYTES, max_length=TICKET_BYTES)]
+    """Proves that the connection belongs to this stream."""
+
+
 class WantedInner(PeerModel):
     """Values between blocks that the client wants to see as well. Only servers that know this field answer it."""
 

@@ -13,7 +13,7 @@ from pydantic import Field
 from swarmllm.data_structures import PeerModel, PeerText
 from swarmllm.errors import PeerTimeoutError, RemoteProtocolError, SwarmError, error_from_code
 from swarmllm.network.wire.frames import LARGE_TYPES, MAX_MESSAGE_BYTES, Message, MessageType
-from swarmllm.network.wire.messages import ErrorHeader, error_header, parse
+from swarmllm.network.wire.messages import DirectOffer, ErrorHeader, error_header, parse
 from swarmllm.network.wire.stream import FrameStream
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "MIN_PROTOCOL_VERSION",
     "PROTOCOL_VERSION",
     "Contribution",
+    "DirectOffer",
     "FrameStream",
     "HelloHeader",
     "Message",
@@ -84,6 +85,7 @@ class WelcomeHeader(PeerModel):
     encodings: Encodings = ()
     info: dict[str, Any] = Field(default_factory=dict)
     """The server's own fields. `parse` them into the expected type."""
+    direct: DirectOffer | None = None
 
 
 async def hello(
@@ -121,6 +123,7 @@ async def hello(
         raise RemoteProtocolError(f"{stream.peer_id} chose protocol version {header.version}", stream.peer_id)
     stream.encodings = frozenset(header.encodings)
     stream.expect(LARGE_TYPES)
+    stream.offered = header.direct
     stream.liveness.timeout.answered(asyncio.get_running_loop().time() - said_at)
     return header
 
@@ -158,6 +161,8 @@ async def welcome(
     stream.encodings = frozenset(header.encodings)
     stream.expect(LARGE_TYPES)
     fields = {"version": version, "software": software, "encodings": ENCODINGS, "info": dict(info or {})}
+    if stream.make_offer is not None:
+        fields["direct"] = stream.make_offer().model_dump()
     await stream.send(MessageType.WELCOME, fields)
     return header
 

@@ -12,6 +12,10 @@ keepalive on, it sends PINGs and ends when `wire/liveness` decides so. Its life:
          ── bytes that make no sense ───────→ ended: RemoteProtocolError, after telling the peer
 
 After the end, complete messages can still be received. Then everything raises the stream's error.
+
+A stream may move to another connection with the same peer while it is in use (`move`). Each side writes MOVED as its
+last frame on the old connection, and reads the old one up to the other side's MOVED, so that no frame is lost or
+overtaken. The side that goes first closes the old connection in the end.
 """
 
 import asyncio
@@ -52,7 +56,7 @@ from swarmllm.network.wire.liveness import (
     LinkRate,
     Liveness,
 )
-from swarmllm.network.wire.messages import error_header
+from swarmllm.network.wire.messages import DirectOffer, error_header
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +98,12 @@ class FrameStream(asyncio.Protocol):
     """True if a relay passes the bytes on. Set by the maker of the stream."""
     on_silence: Callable[[], None] | None = None
     """Called when the stream ends because of silence."""
+    make_offer: Callable[[], DirectOffer] | None = None
+    """Makes the offer of a direct connection for the greeting. None: none is offered."""
+    offered: DirectOffer | None = None
+    """The peer's offer, until it is taken."""
+    take_offer: Callable[[DirectOffer], bool] | None = None
+    """Called with the offer when the stream is used after the greeting, until it returns True."""
 
     def __init__(
         self, peer_id: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES, stall_timeout_s: float = STALL_TIMEOUT_S
@@ -111,6 +121,7 @@ class FrameStream(asyncio.Protocol):
         self._outbox = Outbox(self._write, self._error)
         self._timer: asyncio.TimerHandle | None = None
         self._pong_waiter: asyncio.Future[float] | None = None
+        self._move: Move | None = None
 
     @classmethod
     def over(
@@ -118,7 +129,21 @@ class FrameStream(asyncio.Protocol):
     ) -> "FrameStream":
         """Take over a connection that began as an asyncio stream, as hivemind opens them."""
         stream = cls(peer_id, **options)
-        early = bytes(reader._buffer)  # type: ignore[attr-defined]  # what came before we took over
+        early, is_lost = stream._take_over(reader, writer)
+        transport = cast(asyncio.Transport, writer.transport)
+        stream.connection_made(transport)
+        stream.data_received(early)
+        if is_lost:
+            stream.connection_lost(None)
+        elif reader.at_eof() or transport.is_closing():
+            stream._end(PeerUnreachableError, "hung up")
+        else:
+            transport.resume_reading()
+        return stream
+
+    def _take_over(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[bytes, bool]:
+        """Become the protocol of this connection. Returns the bytes that came before, and whether it is lost."""
+        early = bytes(reader._buffer)  # type: ignore[attr-defined]
         reader._buffer.clear()  # type: ignore[attr-defined]
         transport = cast(asyncio.Transport, writer.transport)
         previous = cast(asyncio.BaseProtocol | None, transport.get_protocol())
@@ -129,17 +154,9 @@ class FrameStream(asyncio.Protocol):
             if isinstance(previous, asyncio.Protocol):
                 previous.connection_lost(None)  # until it hears this, it and its writer keep each other alive
 
-        stream.gone.add_done_callback(release)
-        transport.set_protocol(stream)
-        stream.connection_made(transport)
-        stream.data_received(early)
-        if previous is None:  # the connection is lost already
-            stream.connection_lost(None)
-        elif reader.at_eof() or transport.is_closing():
-            stream._end(PeerUnreachableError, "hung up")
-        else:
-            transport.resume_reading()
-        return stream
+        self.gone.add_done_callback(release)
+        transport.set_protocol(self)
+        return early, previous is None
 
     @property
     def _loop(self) -> asyncio.AbstractEventLoop:
@@ -164,6 +181,8 @@ class FrameStream(asyncio.Protocol):
             PeerUnreachableError, PeerTimeoutError, RemoteProtocolError, SessionClosedError: the stream has ended.
             LocalProtocolError: the message is invalid.
         """
+        if self.offered is not None and self.take_offer is not None and self.take_offer(self.offered):
+            self.offered = None
         if kind in CONTROL_TYPES:  # may overtake a long message
             self._write_control(kind, header)
             if self._transport is not None and self._transport.get_write_buffer_size() > 2 * WRITE_BUFFER_BYTES:
@@ -224,12 +243,17 @@ class FrameStream(asyncio.Protocol):
         self.liveness.last_heard_at = self._loop.time()
         if self._ended is not None:
             return
+        moves = False
         try:
             for message in self._inbox.feed(data):
                 if message.type is MessageType.PING:
                     self._answer_ping(message)
-                else:
+                elif message.type is MessageType.PONG:
                     self._take_pong(message)
+                else:
+                    moves = True
+            if moves:
+                self._read_there()
         except RemoteProtocolError as error:
             logger.warning("%s broke the protocol: %s", self.peer_id, error)
             self._refuse(error)
@@ -316,6 +340,73 @@ class FrameStream(asyncio.Protocol):
             self._pong_waiter.set_result(sample)
             self._pong_waiter = None
 
+    # Another connection
+
+    @property
+    def is_moved(self) -> bool:
+        """True if both sides use the connection to which the stream has moved."""
+        return self._move is not None and self._move.reads and self._move.writes
+
+    def move(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, first: bool) -> asyncio.Future[None]:
+        """Move to another connection, whose other end is proven to be the same peer.
+
+        One side goes first, when it knows that the other one has called this too. That one follows. Returns a future
+        that is done when the peer has moved, or nothing comes of it.
+        """
+        moved: asyncio.Future[None] = self._loop.create_future()
+        new = cast(asyncio.Transport, writer.transport)
+        if self._transport is None or self.closed or self._move is not None or reader.at_eof() or new.is_closing():
+            new.abort()
+            moved.set_result(None)
+            return moved
+        new.pause_reading()
+        self._move = Move(reader, writer, self._transport, new, moved, goes_on=first)
+        self._write_there()
+        return moved
+
+    def _write_there(self) -> None:
+        """Write to the new connection from now on, if it is time to, and as soon as the old one isn't full."""
+        move = self._move
+        if move is None or move.writes or not move.goes_on or self._outbox.is_paused or self._ended is not None:
+            return
+        self._attach(move)
+        move.old.set_write_buffer_limits(high=2 * WRITE_BUFFER_BYTES)  # so that it doesn't fill up now
+        self._write_control(MessageType.MOVED, {})
+        move.writes, self._transport = True, move.new
+        if move.reads:
+            move.old.set_protocol(Retired(move.old))
+            move.old.resume_reading()  # the peer closes it when it has read MOVED
+
+    def _read_there(self) -> None:
+        """Read the new connection from now on: the peer has written its last frame on the old one.
+
+        Raises:
+            RemoteProtocolError: there is no new one.
+        """
+        move = self._move
+        if move is None or move.reads:
+            raise RemoteProtocolError("it moves to a connection that doesn't exist", self.peer_id)
+        self._attach(move)
+        move.reads = move.goes_on = True
+        move.moved.set_result(None)
+        self._inbox.transport = move.new
+        if move.writes:
+            move.old.set_protocol(Retired(move.old))
+            move.old.close()
+        else:
+            move.old.pause_reading()
+            self._write_there()
+        self.data_received(move.early)
+        if move.reader.at_eof() or move.new.is_closing():
+            self._end(PeerUnreachableError, "hung up")
+        elif not self._inbox.is_paused and self._ended is None:
+            move.new.resume_reading()
+
+    def _attach(self, move: "Move") -> None:
+        if move.new.get_protocol() is not self:
+            move.early, _ = self._take_over(move.reader, move.writer)
+            move.new.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+
     # The end
 
     async def close(self) -> None:
@@ -384,6 +475,11 @@ class FrameStream(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
         self._transport = None
+        if self._move is not None:
+            self._move.old.abort()
+            self._move.new.abort()
+            if not self._move.moved.done():
+                self._move.moved.set_result(None)
         if not self.gone.done():
             self.gone.set_result(None)
 
@@ -391,7 +487,39 @@ class FrameStream(asyncio.Protocol):
         self._outbox.is_paused = True
 
     def resume_writing(self) -> None:
+        self._outbox.is_paused = False
+        self._write_there()
         self._outbox.resume()
+
+
+@dataclass(slots=True)
+class Move:
+    """A stream's move from one connection to another."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    old: asyncio.Transport
+    new: asyncio.Transport
+    moved: asyncio.Future[None]
+    """Done when the peer has moved, or the stream has ended."""
+    goes_on: bool
+    """True if this side goes first, or the peer has moved."""
+    writes: bool = False
+    """True if this side writes to the new connection."""
+    reads: bool = False
+    """True if this side reads it, so the peer writes to it."""
+    early: bytes = b""
+    """Bytes of the new connection that came before the stream took it over."""
+
+
+class Retired(asyncio.Protocol):
+    """Waits until the peer closes a connection from which a stream has moved."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._transport.abort()
 
 
 class Inbox:
@@ -428,13 +556,13 @@ class Inbox:
             self._tell(self.waiting_bytes + self.decoder.unfinished_bytes)
 
     def feed(self, data: bytes) -> Iterator[Message]:
-        """Take bytes in; yield PINGs and PONGs, which nobody waits for.
+        """Take bytes in; yield PINGs, PONGs and MOVED, which nobody waits for.
 
         Raises:
             RemoteProtocolError: they break the protocol. Messages before the fault are kept.
         """
         for message in self.decoder.feed(data):
-            if message.type in (MessageType.PING, MessageType.PONG):
+            if message.type in CONTROL_TYPES and message.type is not MessageType.ERROR:
                 yield message
             else:
                 self._messages.append(message)

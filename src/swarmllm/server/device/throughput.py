@@ -68,6 +68,8 @@ WEIGHTS_SHAPE, PACKED_ROWS = (1024, 4096), 32
 """Shape of the matrices of `measure_weights`, and rows that are really packed, as 4 bits take seconds."""
 WEIGHTS_BYTES = 96 << 20
 """Bytes of all of them together: more than the caches of usual processors hold, so that memory is measured."""
+WEIGHTS_BUDGET_S = 0.4
+"""Seconds of rounds over all of them, at least one for each number of threads; the fastest counts."""
 COMPUTING = 2.0
 """A forward of four times as many tokens takes at least this many times as long, if its time is computing and not
 launching. Assumed: halfway between 1 and 4."""
@@ -110,7 +112,7 @@ def choose_packing(
 @torch.inference_mode()
 def measure_packing(packer: Packer, decode_ms_per_block: float) -> Packing:
     """Measure which of the right ways is fastest for the packer's blocks."""
-    blocks, ways = packer.blocks, packer.ways
+    blocks, ways = packer.blocks, [way for way in packer.ways if way != Packing.TRACED]
     most_steps = PACKING_ROUNDS * len(ways)  # of one session
     longest = (
         int(min(blocks.max_positions or max(PACKING_CONTEXTS) + most_steps, blocks.traits.even_length)) - most_steps
@@ -210,15 +212,21 @@ def measure_weights(device: torch.device, quant_type: StoredType) -> float:
         for _ in range(-(-WEIGHTS_BYTES // num_bytes))
     ]
     inputs = torch.randn(1, columns, dtype=torch.bfloat16).to(device)
-    took_s = []
-    for _ in range(REPEATS + 1):
-        started = time.perf_counter()
-        for weight in weights:
-            weight.linear(inputs)
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-        took_s.append(time.perf_counter() - started)
-    return len(weights) * num_bytes / min(took_s[1:])
+    weights[0].linear(inputs)  # compiles the kernel on a GPU
+    most, fastest_s = torch.get_num_threads(), float("inf")
+    for num_threads in sorted({1, most}) if device.type == "cpu" else [most]:  # more may be slower on a busy machine
+        torch.set_num_threads(num_threads)
+        left_s = WEIGHTS_BUDGET_S
+        while left_s > 0:
+            started = time.perf_counter()
+            for weight in weights:
+                weight.linear(inputs)
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
+            took_s = time.perf_counter() - started
+            left_s, fastest_s = left_s - took_s, min(fastest_s, took_s)
+    torch.set_num_threads(most)
+    return len(weights) * num_bytes / fastest_s
 
 
 def _measure(packer: Packer, *, choose_threads: bool) -> Throughput:
@@ -320,10 +328,12 @@ class _MeasuredBlocks:
 
     def _step(self, token: BlockInputs, cache: SpanCache | None) -> None:
         """Run a decode step as the server will run it."""
-        if cache is not None and self._packer.way == Packing.PAGED:
-            self._packer.forward.run_packed([SessionCall(token, self.span, cache)], Packing.PAGED)
-        else:
-            self._blocks.forward(token, self.span, cache)
+        if cache is None:
+            self._blocks.forward(token, self.span)
+            return
+        (outcome,) = self._packer.run_calls([SessionCall(token, self.span, cache)])
+        if isinstance(outcome, Exception):
+            raise outcome
 
     def _new_cache(self) -> SpanCache | None:
         return self._blocks.new_cache(self.span) if self._blocks.keeps_cache else None

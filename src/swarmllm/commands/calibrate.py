@@ -1,0 +1,216 @@
+"""`swarmllm calibrate` runs a text through a model, and writes how large the inputs of each weight are.
+
+Servers read the file (`--calibration`): an error of a weight counts more if its input is large. The text passes through
+one block after the other, so at most one block is in memory, in float32, and all blocks are read once.
+"""
+
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from swarmllm.command_line import Parser, announced_imports, run_program
+from swarmllm.config import default_cache_dir, hub_token
+from swarmllm.errors import ConfigurationError
+from swarmllm.files import user_path
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from swarmllm.data_structures import BlockTraits, Span
+    from swarmllm.models.boundary.block_inputs import BlockInputs
+    from swarmllm.models.checkpoint.checkpoint import Checkpoint
+
+EXAMPLES = """examples:
+  swarmllm calibrate --model M --text pages.txt --output M.safetensors
+  swarmllm server --model M --quant_type q4_k --calibration M.safetensors
+"""
+ROW_TOKENS = 512
+"""Tokens of a piece of the text."""
+MOST_TOKENS = 16 * ROW_TOKENS
+"""Assumed to be enough: mean squares of more text differ little."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibrate:
+    """The calibration."""
+
+    model: str = ""
+    """Directory or hub id of the model, with weights in 16 or 32 bits (required)."""
+    text: str = ""
+    """File with some pages of text, like those that the model will read (required)."""
+    output: str = ""
+    """File to write, in safetensors (required)."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub."""
+    token: str | None = field(default_factory=hub_token, repr=False)
+    """Hub token, for private repositories."""
+
+    def __post_init__(self) -> None:
+        for name in ("model", "text", "output"):
+            if not getattr(self, name):
+                raise ConfigurationError(f"--{name} is required, like {EXAMPLES.splitlines()[1].strip()}")
+
+
+class Shell:
+    """Takes the place of the client's methods, which nobody calls here."""
+
+
+class BlockByBlock:
+    """Runs all blocks on rows of text, and notes the inputs of their weights. In place of the client's servers."""
+
+    def __init__(self, checkpoint: "Checkpoint", traits: "BlockTraits") -> None:
+        self._checkpoint, self._traits = checkpoint, traits
+        self.squares: dict[str, Tensor] = {}
+        """Mean squares of the inputs of each matrix, by its name in the model."""
+
+    def run_blocks(self, inputs: "BlockInputs", part: Any = None) -> "Tensor":
+        """Run the blocks, then leave the model's forward: its head is not needed."""
+        from swarmllm.data_structures import Span
+        from swarmllm.models.architecture import blocks_class
+        from swarmllm.models.block_slots import ForwardStopped
+        from swarmllm.models.checkpoint.skeleton import named_blocks, on_meta
+
+        config = self._checkpoint.config
+        names = [name for name, _ in named_blocks(on_meta(blocks_class(config), config))]
+        cuts = [idx for idx in range(len(names)) if idx not in self._traits.forbidden_cuts]
+        rows = [inputs.rows(idx, idx + 1, self._traits) for idx in range(inputs.batch_size)]
+        for start, end in zip(cuts, [*cuts[1:], len(names)], strict=True):
+            rows = self._run(Span(start, end), names, rows)
+            print(f"block {end} of {len(names)}", file=sys.stderr, flush=True)
+        raise ForwardStopped
+
+    def _run(self, span: "Span", names: Sequence[str], rows: "Sequence[BlockInputs]") -> "list[BlockInputs]":
+        """Load some blocks, with these names in the model, and run them on each row; the inputs of the next ones."""
+        import torch
+
+        from swarmllm.config import own_cache_dir
+        from swarmllm.models.quantization.loading import observe, observed_squares
+        from swarmllm.models.span.loading import load_block_span
+        from swarmllm.models.span.probe_results import PROBES
+
+        probes = own_cache_dir() / PROBES
+        blocks = load_block_span(self._checkpoint, span, dtype=torch.float32, progress=False, probes_dir=probes)
+        modules = {names[idx]: blocks.slots.block(idx) for idx in span}
+        for module in modules.values():
+            observe(module)
+        after = [row.with_hidden(blocks.forward(row)) for row in rows]
+        for name, module in modules.items():
+            self.squares |= {f"{name}.{weight}": found for weight, found in observed_squares(module).items()}
+        return after
+
+    def longest_row(self) -> int:
+        return ROW_TOKENS + 1
+
+    def new_cache_session(self, batch_size: int, max_length: int | None) -> Any:
+        raise NotImplementedError("nothing is generated here")
+
+
+def calibrate(settings: Calibrate) -> None:
+    """Write the calibration of a model.
+
+    Raises:
+        SwarmError: the model or the text is of no use.
+    """
+    with announced_imports():
+        import torch
+        from transformers.utils import logging
+
+        from swarmllm.models.block_slots import ForwardStopped
+        from swarmllm.models.checkpoint.calibration import write_calibration
+        from swarmllm.models.checkpoint.checkpoint import load_tokenizer, open_checkpoint
+    logging.disable_progress_bar()
+    where = {"revision": settings.revision, "token": settings.token, "cache_dir": default_cache_dir()}
+    checkpoint = open_checkpoint(settings.model, **where)
+    if checkpoint.comes_packed:
+        raise ConfigurationError(
+            f"the weights of {checkpoint.public_name} are stored in few bits and stay as they are, so that a "
+            "calibration would change nothing: give the model in 16 or 32 bits"
+        )
+    rows = text_rows(load_tokenizer(settings.model, **where), read_text(user_path(settings.text)))
+    runner, shell = _shell(checkpoint)
+    with torch.no_grad(), suppress(ForwardStopped):
+        shell(input_ids=torch.tensor(rows), use_cache=False)
+    output = user_path(settings.output)
+    num_tokens = len(rows) * len(rows[0])
+    write_calibration(output, runner.squares, {"model": checkpoint.public_name, "num_tokens": str(num_tokens)})
+    print(f"{output} is a calibration of {checkpoint.public_name} on {num_tokens} tokens")
+
+
+def read_text(path: Path) -> str:
+    """The text of a file.
+
+    Raises:
+        ConfigurationError: it can't be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ConfigurationError(f"the text {path} can't be read: {error.strerror}") from error
+
+
+def text_rows(tokenizer: Any, text: str) -> list[list[int]]:
+    """The beginning of the text, in rows of equally many tokens; each begins with the token that begins texts.
+
+    Raises:
+        ConfigurationError: there is no text.
+    """
+    ids: list[int] = tokenizer(text).input_ids
+    start = ids[:1] if ids[:1] == [tokenizer.bos_token_id] else []
+    ids = ids[len(start) : len(start) + MOST_TOKENS]
+    if not ids:
+        raise ConfigurationError("the text is empty: give some pages")
+    length = min(ROW_TOKENS, len(ids))
+    return [[*start, *ids[at : at + length]] for at in range(0, len(ids) - length + 1, length)]
+
+
+def _shell(checkpoint: "Checkpoint") -> tuple[BlockByBlock, Any]:
+    """A model whose blocks run one by one, and what runs them.
+
+    Raises:
+        ConfigurationError: the model's blocks take something else than the outputs of the blocks before.
+    """
+    import torch
+
+    from swarmllm.config import own_cache_dir
+    from swarmllm.models.architecture import blocks_class
+    from swarmllm.models.shell.loading import load_client_shell
+    from swarmllm.models.span.probe_results import PROBES
+    from swarmllm.models.span.small_copy import traits_of
+
+    traits = None if checkpoint.config.is_encoder_decoder else traits_of(checkpoint, own_cache_dir() / PROBES)
+    if traits is None:
+        raise ConfigurationError("models with an encoder and a decoder can't be calibrated: leave --calibration out")
+    runner = BlockByBlock(checkpoint, traits)
+    shell = load_client_shell(
+        checkpoint,
+        model_class=blocks_class(checkpoint.config),
+        mixin=Shell,
+        dtype=torch.float32,
+        runner=runner,
+        traits=traits,
+        progress=False,
+    )
+    return runner, shell
+
+
+def build_parser() -> Parser:
+    """A flag for each field of Calibrate."""
+    parser = Parser(
+        prog="swarmllm calibrate",
+        description="Note how large the inputs of weights are, for servers in few bits.",
+        epilog=EXAMPLES,
+    )
+    parser.add_settings(Calibrate, [Calibrate])
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return the exit code."""
+    return run_program(lambda: calibrate(Calibrate(**build_parser().parse_settings(argv))), default_log_level="WARNING")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,26 @@
+/* What differs between compilers, and the names of functions for each LEVEL of processors. Included by all others. */
+#ifndef COMPILER_H
+#define COMPILER_H
+#include <stdint.h>
+#include <string.h>
+
+#ifdef __GNUC__
+#define INLINE static inline __attribute__((always_inline)) /* into the version of each processor */
+#else
+#define INLINE static inline
+#endif
+
+#ifdef __GNUC__
+#define PREFETCH(from) __builtin_prefetch(from)
+#define APART static __attribute__((noinline))
+#define ALIGNED __attribute__((aligned(64))) /* to lines of caches */
+#else
+#define APART static
+#define ALIGNED
+#define PREFETCH(from) (void)(from)
+#endif
+
+#define PASTED(name, level) swarmllm_##name##_##level
+#define EXPANDED(name, level) PASTED(name, level)
+#define OF_LEVEL(name) EXPANDED(name, LEVEL)
+#endif

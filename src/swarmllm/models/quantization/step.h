@@ -1,0 +1,397 @@
+/* A decode step as a straight line of operations, which models/span/traced_step.py has recorded. Included after products.h.
+ *
+ * A line is for one new position. It runs for some rows at a time: new positions of any sessions. Each row has an arena of
+ * its own, where all values are floats. An operation rounds its result if the model keeps it in bfloat16, as torch does.
+ * Rows meet in products only, and a product's row is the same in any company: so a row's result depends on that row alone.
+ */
+#include <math.h>
+
+#include "step_line.h"
+
+INLINE vec bfloats_at(const uint16_t *from) {
+#if LEVEL == 4
+    __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+#elif LEVEL == 3
+    __m256i low = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from));
+    __m256i high = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(from + 8)));
+    return (vec){_mm256_castsi256_ps(_mm256_slli_epi32(low, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(high, 16))};
+#else
+    uint32_t bits[WIDTH];
+    vec made;
+    for (int i = 0; i < WIDTH; i++)
+        bits[i] = (uint32_t)from[i] << 16;
+    memcpy(&made, bits, sizeof made);
+    return made;
+#endif
+}
+
+INLINE float float_of(uint16_t half) {
+    uint32_t bits = (uint32_t)half << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+INLINE uint32_t rounded_bits(float value) { /* to the nearest bfloat16, ties to even */
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits + 0x7fff + (bits >> 16 & 1);
+}
+
+INLINE float rounded(float value) {
+    uint32_t bits = rounded_bits(value) & 0xffff0000u;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* e^x by its series around the nearest power of two; without calls, so that loops become vectors. */
+INLINE float exponential(float x) {
+    x = x > 88.0f ? 88.0f : x < -87.0f ? -87.0f : x;
+    float shifted = x * 1.44269504f + 12582912.0f, power = shifted - 12582912.0f; /* the nearest whole number */
+    float rest = x - power * 0.693359375f + power * 2.12194440e-4f, value;
+    float series = 1.0f / 5040;
+    series = series * rest + 1.0f / 720;
+    series = series * rest + 1.0f / 120;
+    series = series * rest + 1.0f / 24;
+    series = series * rest + 1.0f / 6;
+    series = series * rest + 0.5f;
+    series = series * rest + 1.0f;
+    series = series * rest + 1.0f;
+    uint32_t bits;
+    memcpy(&bits, &shifted, sizeof bits);
+    bits = (bits << 23) + (127u << 23);
+    memcpy(&value, &bits, sizeof value);
+    return series * value;
+}
+
+INLINE float logistic(float x) { return 1.0f / (1.0f + exponential(-x)); }
+
+/* ------------------------------------------------------------------ one number from one or two others */
+
+#define EACH(value)                                                                                                    \
+    _Pragma("GCC ivdep") for (int64_t i = 0; i < n; i++) {                                                             \
+        float x = a[i * sa], y = b[i * sb];                                                                            \
+        (void)x, (void)y;                                                                                              \
+        o[i * so] = value;                                                                                             \
+    }
+/* Loops of their own for numbers that lie side by side, and for the same second number. */
+#define POINTWISE(name, value)                                                                                         \
+    APART void each_##name(const instruction *is, float *o, const float *a, const float *b) {                          \
+        const int64_t n = is->sizes[DIMS - 1];                                                                         \
+        int64_t so = is->out.strides[DIMS - 1], sa = is->one.strides[DIMS - 1], sb = is->other.strides[DIMS - 1];      \
+        const float number = is->number;                                                                               \
+        (void)number;                                                                                                  \
+        if (so == 1 && sa == 1 && sb == 1) {                                                                           \
+            so = sa = sb = 1;                                                                                          \
+            EACH(value)                                                                                                \
+        } else if (so == 1 && sa == 1 && sb == 0) {                                                                    \
+            so = sa = 1;                                                                                               \
+            sb = 0;                                                                                                    \
+            EACH(value)                                                                                                \
+        } else {                                                                                                       \
+            EACH(value)                                                                                                \
+        }                                                                                                              \
+    }
+POINTWISE(copy, x)
+POINTWISE(add, x + number * y)
+POINTWISE(multiply, x * y)
+POINTWISE(divide, x / y)
+POINTWISE(largest, x > y || x != x ? x : y)
+POINTWISE(smallest, x < y || x != x ? x : y)
+POINTWISE(negate, -x)
+POINTWISE(absolute, fabsf(x))
+POINTWISE(root, sqrtf(x))
+POINTWISE(inverse_root, 1.0f / sqrtf(x))
+POINTWISE(exponential, exponential(x))
+POINTWISE(sigmoid, logistic(x))
+POINTWISE(silu, x * logistic(x))
+POINTWISE(gelu, 0.5f * x * (1.0f + erff(x * 0.70710678f)))
+POINTWISE(gelu_tanh, x * logistic(1.59576912f * (x + 0.044715f * x * x * x))) /* (1 + tanh(u)) / 2 is logistic(2 u) */
+POINTWISE(tanh, tanhf(x))
+POINTWISE(cosine, cosf(x))
+POINTWISE(sine, sinf(x))
+
+typedef void pointwise(const instruction *, float *, const float *, const float *);
+static pointwise *const POINTWISE_OF[] = {
+    [COPY] = each_copy,         [ADD] = each_add,           [MULTIPLY] = each_multiply, [DIVIDE] = each_divide,
+    [LARGEST] = each_largest,   [SMALLEST] = each_smallest, [NEGATE] = each_negate,     [ABSOLUTE] = each_absolute,
+    [ROOT] = each_root,         [INVERSE_ROOT] = each_inverse_root,
+    [EXPONENTIAL] = each_exponential, [SIGMOID] = each_sigmoid, [SILU] = each_silu,     [GELU] = each_gelu,
+    [GELU_TANH] = each_gelu_tanh, [TANH] = each_tanh,       [COSINE] = each_cosine,     [SINE] = each_sine,
+};
+
+INLINE const float *start_of(const place *at, const float *arena) {
+    return at->fixed ? at->fixed : arena + at->offset;
+}
+
+INLINE void round_all(const instruction *is, float *o) {
+    int64_t n = is->sizes[DIMS - 1], so = is->out.strides[DIMS - 1];
+    if (so == 1)
+        for (int64_t i = 0; i < n; i++)
+            o[i] = rounded(o[i]);
+    else
+        for (int64_t i = 0; i < n; i++)
+            o[i * so] = rounded(o[i * so]);
+}
+
+/* Sum of the last axis, divided by `number`. */
+INLINE float sum_of_axis(const instruction *is, const float *a) {
+    int64_t n = is->sizes[DIMS - 1], stride = is->one.strides[DIMS - 1], i = 0;
+    vec lanes = all(0.0f);
+    for (; stride == 1 && i + WIDTH <= n; i += WIDTH)
+        lanes = sum(lanes, load(a + i));
+    float total = sum_of(lanes);
+    for (; i < n; i++)
+        total += a[i * stride];
+    return total / is->number;
+}
+
+/* Over the last axis, which lies side by side: minus the mean, divided by the deviation. `number` is added to its square. */
+INLINE void layer_norm(const instruction *is, float *o, const float *a) {
+    int64_t n = is->sizes[DIMS - 1];
+    float mean = 0.0f, square = 0.0f;
+    for (int64_t i = 0; i < n; i++)
+        mean += a[i];
+    mean /= (float)n;
+    for (int64_t i = 0; i < n; i++)
+        square += (a[i] - mean) * (a[i] - mean);
+    float factor = 1.0f / sqrtf(square / (float)n + is->number);
+    const float *weights = is->other.fixed, *biases = is->bias;
+    for (int64_t i = 0; i < n; i++)
+        o[i] = (a[i] - mean) * factor * (weights ? weights[i] : 1.0f) + (biases ? biases[i] : 0.0f);
+}
+
+INLINE void run_simple(const instruction *is, float *arena) {
+    float *out = (float *)start_of(&is->out, arena);
+    const float *one = start_of(&is->one, arena), *other = start_of(&is->other, arena);
+    for (int64_t i = 0; i < is->sizes[0]; i++)
+        for (int64_t j = 0; j < is->sizes[1]; j++)
+            for (int64_t k = 0; k < is->sizes[2]; k++) {
+#define AT(start, place) (start + i * is->place.strides[0] + j * is->place.strides[1] + k * is->place.strides[2])
+                float *o = (float *)AT(out, out);
+                const float *a = AT(one, one);
+                if (is->kind == SUM) {
+                    float total = sum_of_axis(is, a);
+                    *o = is->rounds ? rounded(total) : total;
+                    continue;
+                }
+                if (is->kind == LAYER_NORM)
+                    layer_norm(is, o, a);
+                else
+                    POINTWISE_OF[is->kind](is, o, a, AT(other, other));
+                if (is->rounds)
+                    round_all(is, o);
+            }
+}
+
+/* ------------------------------------------------------------------ products, keys and values */
+
+INLINE void run_product(const instruction *is, const step *s) {
+    float *outputs = s->arena + is->out.offset;
+    const float *inputs = s->arena + is->one.offset;
+    int64_t columns = is->matrix->columns, out = is->sizes[DIMS - 1];
+    if (is->matrix->rounds_inputs) {
+        int64_t version = swarmllm_int8_version(LEVEL), bytes = swarmllm_rounded_bytes(columns);
+        for (int64_t row = 0; row < s->num_rows; row++)
+            swarmllm_round_inputs(version, inputs + row * s->arena_floats, 1, columns, (char *)s->inputs + row * bytes);
+        swarmllm_multiply_rounded(version, is->matrix, 0, out, s->inputs, s->num_rows, outputs, s->arena_floats);
+    } else {
+        if (s->num_rows > 1) { /* one after the other, as the kernels read them */
+            for (int64_t row = 0; row < s->num_rows; row++)
+                memcpy(s->inputs + row * columns, inputs + row * s->arena_floats, columns * sizeof(float));
+            inputs = s->inputs;
+        }
+        OF_LEVEL(multiply)(is->matrix, 0, out, inputs, s->num_rows, outputs, s->arena_floats);
+    }
+    for (int64_t row = 0; is->rounds && row < s->num_rows; row++)
+        for (int64_t i = 0; i < out; i++)
+            outputs[row * s->arena_floats + i] = rounded(outputs[row * s->arena_floats + i]);
+}
+
+/* Write keys or values `[heads, head]` of a new position. */
+INLINE void append(const instruction *is, const step *s, const stored *at, const float *arena) {
+    const float *from = arena + is->one.offset;
+    int64_t heads = is->sizes[DIMS - 2], size = is->sizes[DIMS - 1];
+    char *to = is->kind == APPEND_KEYS ? at->keys : at->values;
+    int64_t capacity = is->kind == APPEND_KEYS ? at->key_capacity : at->value_capacity;
+    for (int64_t head = 0; head < heads; head++) {
+        const float *a = from + head * is->one.strides[DIMS - 2];
+        int64_t begin = (head * capacity + at->position) * size, stride = is->one.strides[DIMS - 1];
+        for (int64_t i = 0; i < size; i++) {
+            if (s->kept_kind == BFLOAT16)
+                ((uint16_t *)to)[begin + i] = (uint16_t)(rounded_bits(a[i * stride]) >> 16);
+            else
+                ((float *)to)[begin + i] = a[i * stride];
+        }
+    }
+}
+
+INLINE vec kept_at(const void *from, int64_t at, int kind) {
+    return kind == BFLOAT16 ? bfloats_at((const uint16_t *)from + at) : load((const float *)from + at);
+}
+
+INLINE float one_kept_at(const void *from, int64_t at, int kind) {
+    return kind == BFLOAT16 ? float_of(((const uint16_t *)from)[at]) : ((const float *)from)[at];
+}
+
+#define QUERIES 4 /* heads of queries that share keys, at a time */
+
+/* Queries `[num, size]` of heads that share `keys` `[count, size]`: their products. `num` and `kind` are constants. */
+INLINE void score(const float *queries, const void *keys, int64_t count, int64_t size, int num, int kind, float *scores) {
+    int64_t whole = size / WIDTH * WIDTH;
+    for (int64_t j = 0; j < count; j++) {
+        vec sums[QUERIES];
+        for (int q = 0; q < num; q++)
+            sums[q] = all(0.0f);
+        for (int64_t i = 0; i < whole; i += WIDTH) {
+            vec key = kept_at(keys, j * size + i, kind);
+            for (int q = 0; q < num; q++)
+                sums[q] = plus_product(key, load(queries + q * size + i), sums[q]);
+        }
+        for (int q = 0; q < num; q++) {
+            float total = sum_of(sums[q]);
+            for (int64_t i = whole; i < size; i++)
+                total += queries[q * size + i] * one_kept_at(keys, j * size + i, kind);
+            scores[q * count + j] = total;
+        }
+    }
+}
+
+/* Sums of `values` `[count, size]` by their `weights`. */
+INLINE void blend(const float *weights, const void *values, int64_t count, int64_t size, int num, int kind, float *out) {
+    int64_t whole = size / WIDTH * WIDTH;
+    for (int64_t i = 0; i < whole; i += WIDTH) {
+        vec sums[QUERIES];
+        for (int q = 0; q < num; q++)
+            sums[q] = all(0.0f);
+        for (int64_t j = 0; j < count; j++) {
+            vec value = kept_at(values, j * size + i, kind);
+            for (int q = 0; q < num; q++)
+                sums[q] = plus_product(value, all(weights[q * count + j]), sums[q]);
+        }
+        for (int q = 0; q < num; q++)
+            store(out + q * size + i, sums[q]);
+    }
+    for (int64_t i = whole; i < size; i++)
+        for (int q = 0; q < num; q++) {
+            float total = 0.0f;
+            for (int64_t j = 0; j < count; j++)
+                total += weights[q * count + j] * one_kept_at(values, j * size + i, kind);
+            out[q * size + i] = total;
+        }
+}
+
+INLINE void to_weights(float *scores, int64_t count, float scale) { /* softmax */
+    float largest = scores[0], total = 0.0f;
+    for (int64_t j = 1; j < count; j++)
+        largest = scores[j] > largest ? scores[j] : largest;
+    for (int64_t j = 0; j < count; j++)
+        scores[j] = exponential((scores[j] - largest) * scale);
+    for (int64_t j = 0; j < count; j++)
+        total += scores[j];
+    for (int64_t j = 0; j < count; j++)
+        scores[j] /= total;
+}
+
+typedef struct {
+    const void *keys, *values;
+    int64_t count, key_size, value_size;
+    float scale;
+} seen;
+
+INLINE void attend_some(const float *queries, const seen *of, int num, int kind, float *scores, float *out) {
+    score(queries, of->keys, of->count, of->key_size, num, kind, scores);
+    for (int q = 0; q < num; q++)
+        to_weights(scores + q * of->count, of->count, of->scale);
+    blend(scores, of->values, of->count, of->value_size, num, kind, out);
+}
+
+#define ATTEND(num, kind)                                                                                              \
+    APART void attend_##num##_##kind(const float *queries, const seen *of, float *scores, float *out) {                \
+        attend_some(queries, of, num, kind, scores, out);                                                              \
+    }
+ATTEND(1, FLOAT32) ATTEND(2, FLOAT32) ATTEND(3, FLOAT32) ATTEND(4, FLOAT32)
+ATTEND(1, BFLOAT16) ATTEND(2, BFLOAT16) ATTEND(3, BFLOAT16) ATTEND(4, BFLOAT16)
+typedef void attention(const float *, const seen *, float *, float *);
+static attention *const ATTEND_OF[2][QUERIES] = {
+    {attend_1_FLOAT32, attend_2_FLOAT32, attend_3_FLOAT32, attend_4_FLOAT32},
+    {attend_1_BFLOAT16, attend_2_BFLOAT16, attend_3_BFLOAT16, attend_4_BFLOAT16},
+};
+
+/* Queries `[key heads, queries of each, head]` of a new position attend to what it sees. */
+INLINE void attend(const instruction *is, const step *s, const stored *at, float *arena) {
+    const float *from = arena + is->one.offset;
+    float *out = arena + is->out.offset;
+    int64_t heads = is->sizes[0], shared = is->sizes[1], size = is->sizes[2], value_size = is->sizes[3];
+    int64_t bytes = s->kept_kind == BFLOAT16 ? 2 : 4, end = at->position + 1;
+    int64_t first = is->window && end > is->window ? end - is->window : 0;
+    seen of = {.count = end - first, .key_size = size, .value_size = value_size, .scale = is->number};
+    for (int64_t head = 0; head < heads; head++) {
+        of.keys = (char *)at->keys + (head * at->key_capacity + first) * size * bytes;
+        of.values = (char *)at->values + (head * at->value_capacity + first) * value_size * bytes;
+        for (int64_t q = 0; q < shared; q += QUERIES) {
+            int64_t num = shared - q < QUERIES ? shared - q : QUERIES;
+            for (int64_t one = 0; one < num; one++) { /* queries may lie in any order */
+                const float *query = from + (head * shared + q + one) * is->one.strides[1];
+                for (int64_t i = 0; i < size; i++)
+                    s->inputs[one * size + i] = query[i * is->one.strides[2]];
+            }
+            float *to = out + (head * shared + q) * value_size;
+            ATTEND_OF[s->kept_kind == BFLOAT16][num - 1](s->inputs, &of, s->scores, to);
+            for (int64_t i = 0; is->rounds && i < num * value_size; i++)
+                to[i] = rounded(to[i]);
+        }
+    }
+}
+
+INLINE const stored *stored_of(const instruction *is, const step *s, int64_t row) {
+    return s->stored + row * s->num_blocks + is->block - s->first_block;
+}
+
+INLINE void run_line(const step *s, int64_t start, int64_t end) {
+    for (const instruction *is = s->line + start; is < s->line + end; is++) {
+        if (is->kind == PRODUCT) {
+            run_product(is, s);
+            continue;
+        }
+        for (int64_t row = 0; row < s->num_rows; row++) {
+            float *arena = s->arena + row * s->arena_floats;
+            if (is->kind == APPEND_KEYS || is->kind == APPEND_VALUES)
+                append(is, s, stored_of(is, s, row), arena);
+            else if (is->kind != ATTEND)
+                run_simple(is, arena);
+        }
+        for (int64_t row = 0; is->kind == ATTEND && row < s->num_rows; row++)
+            attend(is, s, stored_of(is, s, row), s->arena + row * s->arena_floats);
+    }
+}
+
+/* Numbers of a tensor `[size]`, to floats in an arena and back. */
+INLINE void read_numbers(const void *from, int kind, int64_t size, float *to) {
+    for (int64_t i = 0; i < size; i++)
+        to[i] = kind == BFLOAT16 ? float_of(((const uint16_t *)from)[i]) : ((const float *)from)[i];
+}
+
+INLINE void write_numbers(const float *from, int kind, int64_t size, void *to) {
+    for (int64_t i = 0; i < size; i++)
+        if (kind == BFLOAT16)
+            ((uint16_t *)to)[i] = (uint16_t)(rounded_bits(from[i]) >> 16);
+        else
+            ((float *)to)[i] = from[i];
+}
+
+void OF_LEVEL(step)(const step *s) {
+    int64_t row_bytes = s->hidden_size * (s->kept_kind == BFLOAT16 ? 2 : 4);
+    for (int64_t row = 0; row < s->num_rows; row++)
+        if (s->position_at >= 0)
+            s->arena[row * s->arena_floats + s->position_at] = (float)s->positions[row];
+    run_line(s, 0, s->preamble);
+    for (int64_t row = 0; row < s->num_rows; row++)
+        read_numbers((char *)s->hidden + row * row_bytes, s->kept_kind, s->hidden_size,
+                     s->arena + row * s->arena_floats + s->hidden_at);
+    run_line(s, s->start, s->end);
+    for (int64_t row = 0; row < s->num_rows; row++)
+        write_numbers(s->arena + row * s->arena_floats + s->output_at, s->kept_kind, s->hidden_size,
+                      (char *)s->outputs + row * row_bytes);
+}

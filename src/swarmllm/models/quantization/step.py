@@ -1,0 +1,406 @@
+"""A decode step as a straight line of operations on floats, run by `step.h` in one call.
+
+`models/span/traced_step` records a model's own operations and makes an `Operation` of each. This module lays out their
+results in memory, and hands everything to C. It knows neither models nor sessions.
+
+A line is for one new position. It runs for several rows at a time, each in an *arena* of its own. A result's place in
+the arena is used again after the result's last use.
+"""
+
+import ctypes
+import functools
+import logging
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
+from enum import IntEnum, auto
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swarmllm.models.quantization import kernels
+
+logger = logging.getLogger(__name__)
+
+DIMS = 4
+ALIGNED = 16
+"""Floats that a value begins at a multiple of: a vector of the widest processors."""
+QUERIES = 4
+"""Rows of scores that attention needs at once (`step.h`)."""
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+"""Types of hidden states, keys and values."""
+
+
+class Kind(IntEnum):
+    """The operations, in the order of `step_line.h`."""
+
+    COPY = 0
+    ADD = auto()
+    MULTIPLY = auto()
+    DIVIDE = auto()
+    LARGEST = auto()
+    SMALLEST = auto()
+    NEGATE = auto()
+    ABSOLUTE = auto()
+    ROOT = auto()
+    INVERSE_ROOT = auto()
+    EXPONENTIAL = auto()
+    SIGMOID = auto()
+    SILU = auto()
+    GELU = auto()
+    GELU_TANH = auto()
+    TANH = auto()
+    COSINE = auto()
+    SINE = auto()
+    SUM = auto()
+    LAYER_NORM = auto()
+    PRODUCT = auto()
+    APPEND_KEYS = auto()
+    APPEND_VALUES = auto()
+    ATTEND = auto()
+
+
+class _Place(ctypes.Structure):
+    _fields_ = (("fixed", ctypes.c_void_p), ("offset", ctypes.c_int64), ("strides", ctypes.c_int64 * DIMS))
+
+
+class _Instruction(ctypes.Structure):
+    _fields_ = (
+        ("kind", ctypes.c_int32),
+        ("rounds", ctypes.c_int32),
+        ("block", ctypes.c_int64),
+        ("window", ctypes.c_int64),
+        ("sizes", ctypes.c_int64 * DIMS),
+        ("out", _Place),
+        ("one", _Place),
+        ("other", _Place),
+        ("matrix", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("number", ctypes.c_float),
+    )
+
+
+class _Step(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("line",)),
+        *((name, ctypes.c_int64) for name in ("preamble", "start", "end", "num_rows", "first_block")),
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                "num_blocks",
+                "hidden_size",
+                "kept_kind",
+                "arena_floats",
+                "hidden_at",
+                "output_at",
+                "position_at",
+            )
+        ),
+        *((name, ctypes.c_void_p) for name in ("arena", "inputs", "scores")),
+        *((name, ctypes.c_void_p) for name in ("stored", "positions", "hidden", "outputs")),
+    )
+
+
+@functools.cache
+def why_no_steps() -> str:
+    """The reason why steps can't be run as straight lines; "" if they can."""
+    library = kernels.library()
+    if library is None:
+        return "swarmllm was installed without gcc"
+    if getattr(library, "swarmllm_instruction_bytes", int)() != ctypes.sizeof(_Instruction):
+        return "the compiled kernels are of another version: install swarmllm anew"
+    return ""
+
+
+@functools.cache
+def _function() -> Any:
+    """The compiled function that runs a step."""
+    function = kernels.library().swarmllm_step
+    function.argtypes, function.restype = (ctypes.c_int64, ctypes.POINTER(_Step)), None
+    return function
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """Numbers of a value, or of a tensor that never changes, as axes of an operation see them."""
+
+    storage: int | Tensor
+    """The number of the value, or a float32 tensor."""
+    offset: int = 0
+    strides: tuple[int, ...] = (0,) * DIMS
+
+    @property
+    def value(self) -> int | None:
+        """The number of the value; None for a tensor."""
+        return None if isinstance(self.storage, Tensor) else self.storage
+
+
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """One operation; `out` is always a value. `sizes` and the strides of views have `DIMS` entries."""
+
+    kind: Kind
+    sizes: tuple[int, ...]
+    out: View
+    one: View
+    other: View | None = None
+    _: KW_ONLY
+    rounds: bool = False
+    """True if the result is rounded to bfloat16."""
+    number: float = 0.0
+    matrix: kernels.Matrix | None = None
+    bias: Tensor | None = None
+    block: int = 0
+    window: int = 0
+    problem: str = ""
+    """The reason why it can't be run, if it can't."""
+
+    @property
+    def inputs(self) -> list[int]:
+        """The values that it reads."""
+        views = (self.one, self.other)
+        return [view.value for view in views if view is not None and view.value is not None]
+
+    @property
+    def is_kept(self) -> bool:
+        """True if it is needed although nobody reads its result."""
+        return self.kind in (Kind.APPEND_KEYS, Kind.APPEND_VALUES)
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """The operations of a step, and the places of its inputs and outputs."""
+
+    operations: list[Operation]
+    sizes: dict[int, int]
+    """Floats of each value."""
+    entries: dict[int, tuple[int, View]]
+    """Block → (its first operation, its hidden states); the last entry is the end of the line and the output."""
+    position: View | None
+    """The position of the row, which operations before the first block may read."""
+
+
+def simplified(recorded: Recorded) -> Recorded:
+    """The same with fewer copies.
+
+    A copy of a whole value that stays the same is that value. A copy that rounds is the value rounded at once, if
+    nobody else reads the longer floats.
+    """
+    writers, readers = Counter[int](), Counter[int]()
+    for operation in recorded.operations:
+        writers[operation.out.value or 0] += not operation.is_kept
+        readers.update(operation.inputs)
+    readers.update(view.value or 0 for _, view in recorded.entries.values())
+    same: dict[int, View] = {}  # value → the view of an earlier one that it equals
+    by: dict[int, int] = {}  # value → the operation that makes all of it
+    operations: list[Operation] = []
+    before = [0]
+    for operation in recorded.operations:
+        one = _seen_as(operation, same)
+        out = one.out.value
+        assert out is not None
+        makes_all = writers[out] == 1 and one.out.offset == 0 and math.prod(one.sizes) == recorded.sizes[out]
+        source = one.one.value
+        is_whole_copy = (
+            one.kind == Kind.COPY
+            and makes_all
+            and source is not None
+            and not one.problem
+            and all(
+                size == 1 or stride == other
+                for size, stride, other in zip(one.sizes, one.out.strides, one.one.strides, strict=True)
+            )
+        )
+        if is_whole_copy and source is not None and writers[source] <= 1:
+            maker = by.get(source)
+            if not one.rounds:
+                same[out] = one.one
+            elif maker is not None and readers[source] == 1 and recorded.sizes[source] == recorded.sizes[out]:
+                operations[maker] = replace(operations[maker], rounds=True)
+                same[out] = one.one
+        if out not in same:
+            if makes_all:
+                by[out] = len(operations)
+            operations.append(one)
+        elif same[out].value is not None:
+            readers[source or 0] += readers[out] - 1
+        before.append(len(operations))
+    entries = {block: (before[idx], _through(view, same)) for block, (idx, view) in recorded.entries.items()}
+    return replace(recorded, operations=operations, entries=entries)
+
+
+def _seen_as(operation: Operation, same: dict[int, View]) -> Operation:
+    other = None if operation.other is None else _through(operation.other, same)
+    out = _through(operation.out, same) if operation.is_kept else operation.out
+    return replace(operation, one=_through(operation.one, same), other=other, out=out)
+
+
+def _through(view: View, same: dict[int, View]) -> View:
+    found = same.get(view.value) if view.value is not None else None
+    return view if found is None else replace(view, storage=found.storage, offset=view.offset + found.offset)
+
+
+def needed(recorded: Recorded) -> Recorded:
+    """The same without operations that nobody needs."""
+    last_view = max(recorded.entries.items())[1][1]
+    alive = {last_view.value}
+    kept: list[bool] = []
+    for operation in reversed(recorded.operations):
+        kept.append(operation.is_kept or operation.out.value in alive)
+        if kept[-1]:
+            alive.update(operation.inputs)
+    kept.reverse()
+    before = [0]
+    for one in kept:
+        before.append(before[-1] + one)
+    operations = [operation for operation, is_needed in zip(recorded.operations, kept, strict=True) if is_needed]
+    entries = {block: (before[idx], view) for block, (idx, view) in recorded.entries.items()}
+    return replace(recorded, operations=operations, entries=entries)
+
+
+def places(recorded: Recorded) -> tuple[dict[int, int], int]:
+    """Offset of each value in an arena, and the size of the arena in floats."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+
+    def used(value: int | None, at: int) -> None:
+        if value is not None:
+            first.setdefault(value, at)
+            last[value] = at
+
+    if recorded.position is not None:
+        used(recorded.position.value, -1)
+    begin = min(recorded.entries.values(), key=lambda entry: entry[0])[0]
+    marks = dict(recorded.entries.values())
+    for at, operation in enumerate(recorded.operations):
+        if at == begin:
+            used(marks[at].value, at)
+        for value in (*operation.inputs, operation.out.value):
+            used(value, at)
+    for at, view in recorded.entries.values():
+        used(view.value, max(at, last.get(view.value or 0, at)))
+    taken: list[tuple[int, int, int]] = []  # (offset, end, last use) of values that are alive
+    offsets: dict[int, int] = {}
+    size = 0
+    for value in sorted(first, key=first.__getitem__):
+        taken = [one for one in taken if one[2] >= first[value]]
+        floats, offset = -(-recorded.sizes[value] // ALIGNED) * ALIGNED, 0
+        for start, end, _ in sorted(taken):
+            if start - offset >= floats:
+                break
+            offset = max(offset, end)
+        offsets[value] = offset
+        taken.append((offset, offset + floats, last[value]))
+        size = max(size, offset + floats)
+    return offsets, size
+
+
+@dataclass(eq=False)
+class Rows:
+    """The rows of one run."""
+
+    hidden: Tensor
+    """`[rows, hidden]`, contiguous."""
+    positions: Sequence[int]
+    stored: Sequence[int]
+    """For each row and block: addresses of its keys and values, positions that each has room for, and the place of the
+    new position."""
+    most_seen: int
+    """Most positions that a row attends to."""
+
+
+@dataclass(eq=False)
+class Line:
+    """A recorded step that can be run."""
+
+    recorded: Recorded
+    dtype: torch.dtype
+    hidden_size: int
+    _places: tuple[dict[int, int], int] = field(init=False)
+    _code: Any = field(init=False)
+    _arena: Tensor = field(init=False, default_factory=lambda: torch.empty(0))
+    _inputs: Tensor = field(init=False, default_factory=lambda: torch.empty(0))
+    _scores: Tensor = field(init=False, default_factory=lambda: torch.empty(0))
+
+    def __post_init__(self) -> None:
+        self._places = places(self.recorded)
+        operations = self.recorded.operations
+        self._code = (_Instruction * len(operations))(*map(self._instruction, operations))
+        self._widest = max((one.matrix.floats_of_input for one in operations if one.matrix is not None), default=0)
+        heads = [one.sizes[2] for one in operations if one.kind == Kind.ATTEND]
+        self._queries = QUERIES * max(heads, default=0)
+
+    @property
+    def blocks(self) -> list[int]:
+        """The blocks, in order."""
+        return sorted(self.recorded.entries)[:-1]
+
+    def run(self, rows: Rows, start: int, end: int) -> Tensor:
+        """Run the blocks `[start, end)`: hidden states `[rows, hidden]` of their output."""
+        entries, num_rows = self.recorded.entries, len(rows.positions)
+        outputs = torch.empty_like(rows.hidden)
+        arena_floats = self._places[1]
+        self._arena = _room(self._arena, num_rows * arena_floats)
+        self._inputs = _room(self._inputs, max(num_rows * self._widest, self._queries))
+        self._scores = _room(self._scores, QUERIES * rows.most_seen)
+        stored = (ctypes.c_int64 * len(rows.stored))(*rows.stored)
+        positions = (ctypes.c_int64 * num_rows)(*rows.positions)
+        at_position = -1 if self.recorded.position is None else self._offset(self.recorded.position)
+        step = _Step(
+            ctypes.addressof(self._code),
+            min(idx for idx, _ in entries.values()), entries[start][0], entries[end][0],
+            num_rows, start, end - start, self.hidden_size, DTYPES[self.dtype], arena_floats,
+            self._offset(entries[start][1]), self._offset(entries[end][1]), at_position,
+            self._arena.data_ptr(), self._inputs.data_ptr(), self._scores.data_ptr(),
+            ctypes.addressof(stored), ctypes.addressof(positions),
+            rows.hidden.data_ptr(), outputs.data_ptr(),
+        )  # fmt: skip
+        _function()(kernels.level(), step)
+        return outputs
+
+    def _offset(self, view: View) -> int:
+        assert view.value is not None
+        return self._places[0].get(view.value, -1 - view.offset) + view.offset
+
+    def _instruction(self, operation: Operation) -> _Instruction:
+        matrix, bias, sizes = operation.matrix, operation.bias, (ctypes.c_int64 * DIMS)(*operation.sizes)
+        return _Instruction(
+            operation.kind, operation.rounds, operation.block, operation.window, sizes,
+            self._place(operation.out), self._place(operation.one), self._place(operation.other or operation.one),
+            None if matrix is None else matrix.address, None if bias is None else bias.data_ptr(), operation.number,
+        )  # fmt: skip
+
+    def _place(self, view: View) -> _Place:
+        strides = (ctypes.c_int64 * DIMS)(*view.strides)
+        if isinstance(view.storage, Tensor):
+            return _Place(view.storage.data_ptr() + 4 * view.offset, 0, strides)
+        return _Place(None, self._offset(view), strides)
+
+
+def _room(tensor: Tensor, num_floats: int) -> Tensor:
+    return tensor if tensor.numel() >= num_floats else torch.empty(num_floats)
+
+
+def collapsed(
+    sizes: Sequence[int], strides: Iterable[Sequence[int]], most: int = DIMS
+) -> tuple[tuple[int, ...], list[tuple[int, ...]]] | None:
+    """The same axes for all views, as few as possible, with 1s before them: `DIMS` sizes, and strides of each view.
+
+    None: more than `most` are left.
+    """
+    kept = [axis for axis, size in enumerate(sizes) if size != 1]
+    merged: list[tuple[int, ...]] = []  # (size, stride of each view)
+    for axis in kept:
+        here = (sizes[axis], *(one[axis] for one in strides))
+        if merged and all(outer == inner * here[0] for outer, inner in zip(merged[-1][1:], here[1:], strict=True)):
+            merged[-1] = (merged[-1][0] * here[0], *here[1:])
+        else:
+            merged.append(here)
+    if len(merged) > most:
+        return None
+    num_views = len(tuple(strides))
+    merged = [(1, *(0,) * num_views)] * (DIMS - len(merged)) + merged
+    columns = list(zip(*merged, strict=True))
+    return columns[0], columns[1:]

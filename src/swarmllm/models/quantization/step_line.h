@@ -1,0 +1,47 @@
+/* The operations of a step and what it runs on, as step.py fills them in. Included after weight.h. */
+#define DIMS 4
+
+enum kinds {
+    COPY, ADD, MULTIPLY, DIVIDE, LARGEST, SMALLEST, NEGATE, ABSOLUTE, ROOT, INVERSE_ROOT, EXPONENTIAL, SIGMOID, SILU, GELU,
+    GELU_TANH, TANH, COSINE, SINE, SUM, LAYER_NORM, PRODUCT, APPEND_KEYS, APPEND_VALUES, ATTEND
+};
+
+/* Numbers in each row's arena, or the same ones for all rows. */
+typedef struct {
+    const float *fixed; /* or NULL */
+    int64_t offset;
+    int64_t strides[DIMS];
+} place;
+
+typedef struct {
+    int32_t kind;
+    int32_t rounds; /* the result to bfloat16 */
+    int64_t block;  /* whose keys and values */
+    int64_t window; /* positions that are seen; 0: all */
+    int64_t sizes[DIMS];
+    place out, one, other;
+    const weight *matrix;
+    const float *bias;
+    float number; /* an operand that is the same for all */
+} instruction;
+
+/* A row's keys and values in a block, `[heads, capacity, head]` each, and the place of the new position. */
+typedef struct {
+    void *keys, *values;
+    int64_t key_capacity, value_capacity, position;
+} stored;
+
+typedef struct {
+    const instruction *line;
+    int64_t preamble;     /* the first ones run in any case, those of [start, end) if they are of the blocks */
+    int64_t start, end;
+    int64_t num_rows, first_block, num_blocks, hidden_size; /* of the run */
+    int64_t kept_kind;    /* of keys, values, hidden states: FLOAT32 or BFLOAT16 */
+    int64_t arena_floats; /* of a row */
+    int64_t hidden_at, output_at, position_at; /* in the arena; the last one is -1 if no operation wants it */
+    float *arena, *inputs, *scores;
+    const stored *stored;         /* [rows, blocks] */
+    const int64_t *positions; /* [rows] */
+    const void *hidden;       /* [rows, hidden_size] */
+    void *outputs;
+} step;

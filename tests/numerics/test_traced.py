@@ -1,0 +1,249 @@
+"""Steps as lines of operations: as the model's own code computes them, and the same in any company."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.numerics.sessions_together import RELATIVE, Sessions, packer_of, relative_error
+from tests.numerics.tiny_models import NUM_BLOCKS, save_tiny
+from torch import Tensor
+from torch.nn import functional
+
+from swarmllm.data_structures import Span
+from swarmllm.models.checkpoint.checkpoint import open_checkpoint
+from swarmllm.models.quantization import Quantization, kernels, step
+from swarmllm.models.quantization.step import DIMS, Kind, Line, Operation, Recorded, Rows, View
+from swarmllm.models.span import traced_step
+from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.models.span.loading import load_block_span
+from swarmllm.models.span.packing import Packing, SessionCall
+from swarmllm.models.span.packing_probe import right_ways
+from swarmllm.models.span.trials import random_inputs
+
+pytestmark = pytest.mark.skipif(bool(step.why_no_steps()), reason="needs the compiled kernels")
+
+LEVELS = [1, 3, 4]
+"""Kinds of processors for which the kernels are compiled."""
+
+
+def load(model_type: str, directory: Path, dtype: torch.dtype = torch.float32, quant_type: str = "int8") -> BlockSpan:
+    if not (directory / "config.json").exists():
+        save_tiny(model_type, directory)
+    quantization = Quantization(quant_type, smallest=1)  # type: ignore[arg-type]
+    checkpoint = open_checkpoint(str(directory))
+    span = Span(0, NUM_BLOCKS)
+    return load_block_span(checkpoint, span, dtype=dtype, quantization=quantization, progress=False)
+
+
+@contextmanager
+def lines_counted() -> Iterator[list[int]]:
+    """The number of rows of each line that runs."""
+    rows: list[int] = []
+    run = Line.run
+
+    def counting(self: Line, given: Rows, start: int, end: int) -> Tensor:
+        rows.append(len(given.positions))
+        return run(self, given, start, end)
+
+    Line.run = counting  # type: ignore[method-assign]
+    try:
+        yield rows
+    finally:
+        Line.run = run  # type: ignore[method-assign]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> BlockSpan:
+    return load("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.mark.parametrize(
+    "model_type", ["llama", "qwen3", "gemma", "olmo2", "granite", "gpt_neox", "cohere", "glm4", "gpt2", "gemma3_text"]
+)
+def test_sessions_together_as_by_the_models_code(model_type: str, tmp_path: Path) -> None:
+    sessions = Sessions(load(model_type, tmp_path))
+    assert sessions.packer.traces
+    with lines_counted() as rows:
+        steps = ((4, 3, 11, 20), (1, 1, 2, 5), (1, 1, 1, 1), (3, 1, 17, 1))
+        errors = [sessions.step(lengths) for lengths in steps]
+    assert max(errors) <= RELATIVE, errors
+    assert rows == [1 + 2 + 2 + 5, 1 + 2 + 1 + 1, 3 + 2 + 1], "all but prompts"
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral"])
+def test_rollback_and_reordered_rows(model_type: str, tmp_path: Path) -> None:
+    sessions = Sessions(load(model_type, tmp_path), rows=(1, 2, 1))
+    assert sessions.packer.traces
+    for cache in (*sessions.packed, *sessions.alone):
+        cache.record_past()
+    sessions.step((130, 2, 4))
+    sessions.step((1, 1, 1))
+    for caches in (sessions.packed, sessions.alone):
+        caches[0].rollback(126)
+        caches[1].select_batch([1, 0])
+    assert max(sessions.step((1, 1, 1)), sessions.step((2, 1, 1)), sessions.step((1, 1, 1))) <= RELATIVE
+
+
+def test_parts_of_the_span(llama: BlockSpan) -> None:
+    packer_of(llama).trace()
+    for span in (Span(0, 2), Span(1, 4), Span(2, 3), Span(3, 4)):
+        sessions = Sessions(llama, rows=(1, 1), span=span)
+        sessions.step((4, 3))
+        with lines_counted() as rows:
+            assert sessions.step((1, 2)) <= RELATIVE
+        assert rows == [3]
+
+
+def test_positions_that_clients_send(llama: BlockSpan) -> None:
+    given = replace(random_inputs(llama, 1), position_ids=torch.tensor([[40]]))
+    outputs = []
+    for _ in range(2):
+        cache = llama.new_cache()
+        llama.forward(random_inputs(llama, 5), None, cache)
+        outputs.append(cache)
+    (traced,) = packer_of(llama).run_calls([SessionCall(given, llama.span, outputs[0])])
+    assert relative_error(traced, llama.forward(given, None, outputs[1])) <= RELATIVE
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_is_the_same_in_any_company(dtype: torch.dtype, tmp_path: Path) -> None:
+    blocks = load("qwen2", tmp_path, dtype)
+    packer, random = packer_of(blocks), torch.Generator().manual_seed(1)
+    together, alone = ([blocks.new_cache() for _ in range(5)] for _ in range(2))
+    for idx, caches in enumerate(zip(together, alone, strict=True)):
+        for cache in caches:
+            blocks.forward(random_inputs(blocks, 3 + 20 * idx), None, cache)
+    for lengths in ((1, 2, 1, 3, 1), (1, 1, 1, 1, 1)):
+        inputs = [
+            random_inputs(blocks, length).with_hidden(torch.randn(1, length, 64, generator=random).to(dtype))
+            for length in lengths
+        ]
+        both = packer.run_calls([SessionCall(*one) for one in zip(inputs, [blocks.span] * 5, together, strict=True)])
+        for call, cache, got in zip(inputs, alone, both, strict=True):
+            hidden = call.hidden_states.split(1, 1)  # guessed tokens are as if each came alone
+            each = [packer.run_calls([SessionCall(random_inputs(blocks, 1).with_hidden(one), blocks.span, cache)])[0]
+                    for one in hidden]  # fmt: skip
+            assert isinstance(got, Tensor)
+            assert torch.equal(got, torch.cat(each, 1))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("quant_type", ["int8", "int4", "q4_k", "q8_0", "int3"])
+def test_in_half_precision_as_exact_as_the_models_code(quant_type: str, tmp_path: Path) -> None:
+    short, exact = (load("llama", tmp_path, dtype, quant_type) for dtype in (torch.bfloat16, torch.float32))
+    packer = packer_of(short)
+    assert packer.traces
+    caches = [short.new_cache(), short.new_cache(), exact.new_cache()]
+    prompt = random_inputs(short, 30)
+    for blocks, cache in zip((short, short, exact), caches, strict=True):
+        blocks.forward(prompt.to(torch.device("cpu"), blocks.dtype), None, cache)
+    errors = []
+    for seed in range(8):
+        hidden = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        token = random_inputs(short, 1).with_hidden(hidden)
+        (got,) = packer.run_calls([SessionCall(token, short.span, caches[0])])
+        usual = short.forward(token, None, caches[1])
+        want = exact.forward(token.with_hidden(hidden.float()), None, caches[2])
+        assert isinstance(got, Tensor)
+        assert got.dtype == torch.bfloat16
+        errors.append([float((one - want).square().mean()) for one in (got, usual)])
+    traced, usual_error = map(sum, zip(*errors, strict=True))
+    assert traced <= 1.5 * usual_error
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_on_other_processors(level: int, llama: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
+    if level > kernels.level():
+        pytest.skip("this processor lacks the instructions")
+    monkeypatch.setattr(kernels, "level", lambda: level)
+    sessions = Sessions(llama)
+    sessions.step((40, 3, 11, 2))
+    with lines_counted() as rows:
+        assert sessions.step((1, 1, 1, 1)) <= RELATIVE
+    assert rows == [5]
+
+
+@pytest.mark.parametrize("name", ["silu", "rsqrt", "neg", "cos"])
+def test_a_wrong_operation_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(traced_step._SIMPLE, name, Kind.TANH)
+    assert Packing.TRACED not in right_ways(load("llama", tmp_path))
+
+
+@pytest.mark.parametrize("model_type", ["bloom", "mixtral"])
+def test_other_steps_are_run_by_the_models_code(model_type: str, tmp_path: Path) -> None:
+    blocks = load(model_type, tmp_path)
+    assert Packing.TRACED not in right_ways(blocks)
+
+
+def test_exact_weights_stay_exact(tmp_path: Path) -> None:
+    assert traced_step.why_not_traced(load("llama", tmp_path, quant_type="none"))
+
+
+def test_many_rows_are_left_to_torch(llama: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "most_inputs", lambda _: kernels.AT_A_TIME)
+    sessions = Sessions(llama, rows=(9, 8))
+    sessions.step((2, 2))
+    with lines_counted() as rows:
+        assert sessions.step((1, 1)) <= RELATIVE
+    assert not rows
+
+
+def run_operation(operation: Operation, sizes: Sequence[int], hidden: Tensor, stored: Sequence[int] = ()) -> Tensor:
+    """The output of one operation on a row; value 0 is the row, value 1 the output of the same size."""
+    whole = [View(value, 0, (0, 0, 0, 1)) for value in range(2)]
+    recorded = Recorded([operation], dict(enumerate(sizes)), {0: (0, whole[0]), 1: (1, whole[1])}, None)
+    line = Line(recorded, hidden.dtype, hidden.shape[-1])
+    return line.run(Rows(hidden[None], [0], stored or (0,) * 5, 1000), 0, 1)[0]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(1, 3), st.integers(1, 6), st.sampled_from([5, 8, 16, 24, 64, 80]), st.integers(1, 70),
+    st.integers(0, 40), st.sampled_from([torch.float32, torch.bfloat16]), st.sampled_from(LEVELS),
+    st.integers(0, 1 << 30),
+)  # fmt: skip
+def test_attention(
+    key_heads: int, shared: int, size: int, count: int, window: int, dtype: torch.dtype, level: int, seed: int
+) -> None:
+    random = torch.Generator().manual_seed(seed)
+    keys, values = (torch.randn(key_heads, count + 3, size, generator=random).to(dtype) for _ in range(2))
+    query = torch.randn(key_heads * shared * size, generator=random).to(dtype)
+    operation = Operation(
+        Kind.ATTEND, (key_heads, shared, size, size), View(1, 0, (0, 0, 0, 1)), View(0, 0, (0, size, 1, 0)),
+        rounds=dtype == torch.bfloat16, number=0.3, window=window,
+    )  # fmt: skip
+    stored = (keys.data_ptr(), values.data_ptr(), count + 3, count + 3, count - 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "level", lambda: min(level, kernels.library().swarmllm_level()))
+        got = run_operation(operation, (len(query),) * 2, query, stored).view(key_heads * shared, 1, size)
+    first = max(0, count - window) if window else 0
+    seen = (one[:, first:count].double().repeat_interleave(shared, 0) for one in (keys, values))
+    wanted = functional.scaled_dot_product_attention(query.double().view(-1, 1, size), *seen, scale=0.3)
+    assert (got - wanted).abs().max() <= 16 * torch.finfo(dtype).eps * wanted.abs().max().clamp_min(1)
+
+
+FUNCTIONS = {
+    Kind.EXPONENTIAL: torch.exp, Kind.SIGMOID: torch.sigmoid, Kind.SILU: functional.silu, Kind.GELU: functional.gelu,
+    Kind.GELU_TANH: lambda x: functional.gelu(x, approximate="tanh"), Kind.TANH: torch.tanh, Kind.COSINE: torch.cos,
+    Kind.SINE: torch.sin, Kind.NEGATE: torch.neg, Kind.ABSOLUTE: torch.abs, Kind.COPY: torch.clone,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", list(FUNCTIONS), ids=lambda kind: kind.name)
+def test_functions(kind: Kind, level: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "level", lambda: min(level, kernels.library().swarmllm_level()))
+    numbers = torch.cat([torch.linspace(-20, 20, 1001), torch.tensor([0.0, -0.0, 1e-6, -80.0, 80.0])])
+    sizes, view = (1, 1, 1, len(numbers)), (0, 0, 0, 1)
+    operation = Operation(kind, sizes, View(1, 0, view), View(0, 0, view))
+    assert len(sizes) == DIMS
+    got = run_operation(operation, (len(numbers),) * 2, numbers)
+    wanted = FUNCTIONS[kind](numbers.double())
+    assert ((got - wanted).abs() <= 4e-7 * wanted.abs() + 2e-7).all()
+    rounded = run_operation(Operation(kind, sizes, View(1, 0, view), View(0, 0, view), rounds=True),
+                            (len(numbers),) * 2, numbers)  # fmt: skip
+    assert torch.equal(rounded, got.bfloat16().float())
