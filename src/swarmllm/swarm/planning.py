@@ -48,7 +48,7 @@ SPEED_STEPS = 8
 MEMORY_BITS = 7
 """Leading bits of the offered memory that count: at most 1.6 % are left unused."""
 BEAM_WIDTH = 64
-"""Beginnings of a chain that are continued at each block. Measured with 5 machines: no shorter chain was missed
+"""Beginnings of a chain that are continued at each block. Measured with 4 machines: no faster chain was missed
 (tests/properties/test_planning.py)."""
 NUM_REFINED = 16
 """Complete chains whose borders are moved."""
@@ -226,17 +226,17 @@ def make_plan(
     machines = tuple(_rounded(machine) for machine in sorted(machines, key=lambda machine: machine.peer_id))
     way_ms = _ways(machines, model, links or {}, assumed_link)
     tasks = [_Task(machines, model, name, way_ms) for name in model.block_bytes]
-    chosen = _choose_chain(tasks)
-    if chosen is None:
-        return None
-    task, chain = chosen
-    chained = {index: Span(start, end) for index, start, end in chain}
-    renewed = _finished(task, _held(task, present) | chained)
-    same = next((task for task in tasks if present is not None and present.format == task.format), None)
-    mended = None if same is None else _mended(same, _held(same, present))
-    if same is None or present is None or mended is None:
-        return renewed
-    kept = _finished(same, mended)
+    kept = renewed = None
+    if (chosen := _choose_chain(tasks)) is not None:
+        task, chain = chosen
+        chained = {index: Span(start, end) for index, start, end in chain}
+        renewed = _finished(task, _held(task, present) | chained)
+    for task in tasks:
+        if present is not None and present.format == task.format:
+            mended = _mended(task, _held(task, present))
+            kept = None if mended is None else _finished(task, mended)
+    if present is None or kept is None or renewed is None:
+        return kept or renewed
     return renewed if _is_worth_moving(model, present, kept, renewed) else kept
 
 
