@@ -1,24 +1,22 @@
 """Compute the memory of models from their published configs, with the code of `swarmllm doctor`.
 
-`python .ci/model_memory.py` writes the tables of docs/real-model.md. A test compares them. The configs, reduced to the
-fields that matter here, are in tests/numerics/data/published_configs.
+`python .ci/model_memory.py` writes the tables of docs/real-model.md. A test compares them. The configs are those of
+`swarmllm models`, in src/swarmllm/commands/known_models.json.
 """
 
 import re
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from swarmllm.models.checkpoint.checkpoint import open_checkpoint
+from swarmllm.commands.models import known_checkpoint, known_models
 from swarmllm.models.checkpoint.skeleton import block_bytes
 from swarmllm.models.quantization import resolve_quantization
 from swarmllm.server.device.device import COUNTED_TOKENS, FREE_SHARE, cache_bytes_per_token, num_blocks_that_fit
 
 ROOT = Path(__file__).parents[1]
-CONFIGS = ROOT / "tests" / "numerics" / "data" / "published_configs"
 DOCUMENT = ROOT / "docs" / "real-model.md"
 QUANT_TYPES = ("none", "int8", "int4")
 GUIDE, MACHINES_GB = "Qwen3-32B", (12, 16, 24)
@@ -42,18 +40,14 @@ class Needs:
         return num_blocks_that_fit(self.by_quant_type[quant_type], self.cache, usable)
 
 
-def needs(path: Path) -> Needs:
-    """The memory that the model with this config needs."""
-    with tempfile.TemporaryDirectory() as directory:
-        Path(directory, "config.json").write_text(path.read_text())
-        checkpoint = open_checkpoint(directory)
+def needs(name: str) -> Needs:
+    """The memory that this model of the hub needs."""
+    with known_checkpoint(name) as checkpoint:
         config = checkpoint.config
-        by_quant_type = {
-            name: block_bytes(checkpoint, torch.bfloat16, resolve_quantization(name)) for name in QUANT_TYPES
-        }
+        by_quant_type = {one: block_bytes(checkpoint, torch.bfloat16, resolve_quantization(one)) for one in QUANT_TYPES}
     cache = COUNTED_TOKENS * cache_bytes_per_token(config, torch.bfloat16)
     ends = config.vocab_size * config.hidden_size * 2 * (1 if config.tie_word_embeddings else 2)
-    return Needs(path.stem, by_quant_type, cache, ends)
+    return Needs(name.partition("/")[2], by_quant_type, cache, ends)
 
 
 def table_of_models(models: list[Needs]) -> list[str]:
@@ -89,7 +83,7 @@ def table_of_machines(model: Needs) -> list[str]:
 
 def filled(text: str) -> str:
     """The document with current tables."""
-    models = [needs(path) for path in sorted(CONFIGS.glob("*.json"))]
+    models = [needs(name) for name in known_models()]
     guide = next(one for one in models if one.name == GUIDE)
     for name, lines in (("machines", table_of_machines(guide)), ("models", table_of_models(models))):
         body = "\n".join([f"<!-- {name} -->", "", *lines, "", f"<!-- end of {name} -->"])

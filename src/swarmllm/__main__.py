@@ -54,6 +54,11 @@ COMMANDS = {
         "an OpenAI-compatible web API, a chat page, a page of the swarm",
         "swarmllm gateway --model M --initial_peers ADDRESS",
     ),
+    "models": Command(
+        "swarmllm.commands.models",
+        "models that fit this machine or a swarm's, and how fast",
+        "swarmllm models --model ~/models",
+    ),
     "adapters": Command(
         "swarmllm.commands.adapters",
         "adapters and heads that others have shared on the hub",

@@ -111,6 +111,18 @@ def test_status_for_programs(bootstrap: str, servers: list[str]) -> None:
     assert all(server["throughput"] > 0 for server in model["servers"])
 
 
+def test_models_that_fit_the_machines_of_the_swarm(bootstrap: str, servers: list[str]) -> None:
+    done = command("models", "--json", "--model", MODEL, "--initial_peers", bootstrap)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert "2 machines of the swarm" in found["machines"]
+    own, *known = found["models"]
+    assert (own["model"], own["is_here"], own["fits"], own["quant_type"]) == (MODEL, True, True, "int8")
+    assert [blocks["blocks"] for blocks in own["route"]] == ["0:8"]
+    assert all(one["fits"] == (one["missing_bytes"] == 0) for one in known)
+    assert len(known) == len({one["model"] for one in known}) >= 10
+
+
 def test_status_of_a_directory(bootstrap: str, servers: list[str], tmp_path: Path) -> None:
     done = command("status", "--json", "--model", MODEL, "--initial_peers", bootstrap)
     assert [len(model["servers"]) for model in json.loads(done.stdout)["models"]] == [2]

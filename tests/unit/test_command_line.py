@@ -27,6 +27,7 @@ from swarmllm.commands.dht import DhtConfig
 from swarmllm.commands.doctor_findings import DoctorConfig
 from swarmllm.commands.generate import build_parser as generate_parser
 from swarmllm.commands.generate import parse_prompt
+from swarmllm.commands.models import ModelsConfig
 from swarmllm.commands.status import StatusConfig
 from swarmllm.commands.status import build_parser as status_parser
 from swarmllm.config import ClientConfig
@@ -161,6 +162,7 @@ CONFIGS = {
     "chat": ChatConfig,
     "status": StatusConfig,
     "gateway": GatewayConfig,
+    "models": ModelsConfig,
     "adapters": Search,
     "calibrate": Calibrate,
     "doctor": DoctorConfig,
@@ -169,7 +171,12 @@ CONFIGS = {
 NOT_SETTINGS = {"help", "config"}
 WITHOUT_FLAG = {"swarm_name", "machine", "peers_beside"}
 """Only an invite brings the first, and whoever starts a server for each device the others."""
-NOT_ASKED = {"dht": {"lan_discovery"}, "status": {"identity_path"}, "doctor": {"stop_on_stdin_eof"}}
+NOT_ASKED = {
+    "dht": {"lan_discovery"},
+    "status": {"identity_path"},
+    "models": {"identity_path", "lan_discovery"},
+    "doctor": {"stop_on_stdin_eof"},
+}
 """Shared fields of which a command makes no use."""
 
 

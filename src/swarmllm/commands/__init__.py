@@ -4,6 +4,7 @@ dht              a bootstrap peer; invites
 generate         text in the terminal
 chat             a conversation in the terminal
 status           the swarm's servers, and missing blocks
+models           models that fit this machine, or a swarm's machines
 calibrate        notes how large the inputs of a model's weights are, for servers that round them
 adapters         adapters that others shared; merging an adapter into its base model
 doctor           the command that checks this machine and network

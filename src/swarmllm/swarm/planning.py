@@ -48,7 +48,7 @@ SPEED_STEPS = 8
 MEMORY_BITS = 7
 """Leading bits of the offered memory that count: at most 1.6 % are left unused."""
 BEAM_WIDTH = 64
-"""Beginnings of a chain that are continued at each block. Measured with 5 machines: no shorter chain was missed
+"""Beginnings of a chain that are continued at each block. Measured with 4 machines: no faster chain was missed
 (tests/properties/test_planning.py)."""
 NUM_REFINED = 16
 """Complete chains whose borders are moved."""
@@ -71,8 +71,12 @@ class Machine:
     """Memory offered for blocks and caches."""
     bytes_per_s: float
     """Bytes of weights that a decode step of one text reads in a second."""
+    ms_per_block: float = 0.0
+    """Milliseconds that a step takes in each block besides reading its weights."""
     block_tokens_per_s: float = 0.0
     """Tokens × blocks that many texts together compute in a second; 0 = not known, as fast as one text."""
+    format_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    """`bytes_per_s` of weights in these formats, where it was measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +101,8 @@ class PlannedModel:
     """Bytes of one token in the KV cache of one block."""
     cache_tokens: int = 0
     """Tokens for which each block gets a cache."""
+    read_share: float = 1.0
+    """Share of the blocks' bytes that a token reads: less than 1 for a mixture of experts."""
     hidden_bytes: int = 0
     """Bytes of one token's hidden states, which pass from machine to machine."""
     head_bytes: int = 0
@@ -175,16 +181,21 @@ class _Task:
         return inside and span.end <= self.ends[index][span.start] and self.is_usable(index)
 
     def is_usable(self, index: int) -> bool:
-        return self.machines[index].bytes_per_s > 0 and self.most_blocks(index) > 0
+        return self.bytes_per_s(index) > 0 and self.most_blocks(index) > 0
 
     def most_blocks(self, index: int) -> int:
         return max(end - start for start, end in enumerate(self.ends[index]))
 
     def compute_ms(self, index: int, start: int, end: int) -> float:
-        return 1e3 * (self.weights[end] - self.weights[start]) / self.machines[index].bytes_per_s
+        read = self.model.read_share * (self.weights[end] - self.weights[start])
+        return 1e3 * read / self.bytes_per_s(index) + self.machines[index].ms_per_block * (end - start)
+
+    def bytes_per_s(self, index: int) -> float:
+        machine = self.machines[index]
+        return machine.format_bytes_per_s.get(self.format, machine.bytes_per_s)
 
     def head_ms(self, index: int) -> float:
-        return 1e3 * self.model.head_bytes / self.machines[index].bytes_per_s
+        return 1e3 * self.model.head_bytes / self.bytes_per_s(index)
 
     def throughput(self, index: int, span: Span) -> float:
         """Tokens per second of many texts through the span, if the machine does nothing else."""
@@ -215,17 +226,17 @@ def make_plan(
     machines = tuple(_rounded(machine) for machine in sorted(machines, key=lambda machine: machine.peer_id))
     way_ms = _ways(machines, model, links or {}, assumed_link)
     tasks = [_Task(machines, model, name, way_ms) for name in model.block_bytes]
-    chosen = _choose_chain(tasks)
-    if chosen is None:
-        return None
-    task, chain = chosen
-    chained = {index: Span(start, end) for index, start, end in chain}
-    renewed = _finished(task, _held(task, present) | chained)
-    same = next((task for task in tasks if present is not None and present.format == task.format), None)
-    mended = None if same is None else _mended(same, _held(same, present))
-    if same is None or present is None or mended is None:
-        return renewed
-    kept = _finished(same, mended)
+    kept = renewed = None
+    if (chosen := _choose_chain(tasks)) is not None:
+        task, chain = chosen
+        chained = {index: Span(start, end) for index, start, end in chain}
+        renewed = _finished(task, _held(task, present) | chained)
+    for task in tasks:
+        if present is not None and present.format == task.format:
+            mended = _mended(task, _held(task, present))
+            kept = None if mended is None else _finished(task, mended)
+    if present is None or kept is None or renewed is None:
+        return kept or renewed
     return renewed if _is_worth_moving(model, present, kept, renewed) else kept
 
 
@@ -260,7 +271,9 @@ def _rounded(machine: Machine) -> Machine:
         machine,
         memory_bytes=memory_bytes // unit * unit,
         bytes_per_s=_in_steps(machine.bytes_per_s),
+        ms_per_block=_in_steps(machine.ms_per_block),
         block_tokens_per_s=_in_steps(machine.block_tokens_per_s),
+        format_bytes_per_s={name: _in_steps(speed) for name, speed in machine.format_bytes_per_s.items()},
     )
 
 
@@ -310,8 +323,8 @@ def _best_alone(task: _Task, limit_ms: float) -> tuple[float, Chain] | None:
 
 def _best_chain(task: _Task, limit_ms: float) -> tuple[float, Chain] | None:
     """The fastest chain of several machines that was found, and its time for a token."""
-    fastest = max((machine.bytes_per_s for machine in task.machines), default=0.0)
-    if not fastest or 1e3 * task.weights[-1] / fastest > limit_ms:
+    usable = [index for index in range(len(task.machines)) if task.is_usable(index)]
+    if min((task.compute_ms(index, 0, task.model.num_blocks) for index in usable), default=math.inf) > limit_ms:
         return None  # not even the fastest machine would be fast enough
     found = [one for candidates in _candidates(task) for one in _search_chains(task, candidates)]
     return min(found, default=None)
@@ -395,7 +408,7 @@ def _finished(task: _Task, hosts: Hosts) -> Plan:
             totals[block] += task.throughput(index, span)
     others = [index for index in range(len(task.machines)) if index not in hosts and task.is_usable(index)]
     hosts = dict(hosts)
-    for index in sorted(others, key=lambda index: (-task.most_blocks(index), -task.machines[index].bytes_per_s, index)):
+    for index in sorted(others, key=lambda index: (-task.most_blocks(index), -task.bytes_per_s(index), index)):
         spans = [
             span
             for start, end in enumerate(task.ends[index])
@@ -434,7 +447,7 @@ def _measured(task: _Task, hosts: Hosts) -> Plan:
     ordered = sorted(hosts.items(), key=lambda item: (item[1], item[0]))
     clients = sorted(
         (index for index, span in hosts.items() if span.start == 0),
-        key=lambda index: (-task.machines[index].bytes_per_s, index),
+        key=lambda index: (-task.bytes_per_s(index), index),
     )
     ways = []
     for client in clients[:NUM_CLIENTS]:
@@ -517,7 +530,7 @@ def _closest_mend(task: _Task, hosts: Hosts, holders: Sequence[int]) -> tuple[in
             dropped = sum(block not in span for block in own or ())
             if left < missing:
                 cost = (left, loaded if own else 0, dropped, loaded)
-                options.append((*cost, -task.machines[index].bytes_per_s, index, span))
+                options.append((*cost, -task.bytes_per_s(index), index, span))
     return min(options)[-2:] if options else None
 
 

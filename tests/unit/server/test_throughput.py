@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from swarmllm.data_structures import Span
+from swarmllm.models.quantization.rules import StoredType
 from swarmllm.models.span.packing import Packing
 from swarmllm.server.device import throughput
 from swarmllm.server.device.throughput import Throughput, measure_throughput, prefill_tokens_beside_decode
@@ -168,3 +169,14 @@ def test_pieces_are_measured_where_a_device_computes_beside_its_thread(
     packer.blocks.device = torch.device(device)
     measured = measure_throughput(packer)
     assert measured.piece_ms_per_block == {tokens: pytest.approx(tokens * clock.block_s * 1e3) for tokens in sizes}
+
+
+@pytest.mark.parametrize("quant_type", ["int8", "q4_k"])
+def test_reading_weights_is_measured_without_a_checkpoint(
+    quant_type: StoredType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(throughput, "WEIGHTS_SHAPE", (32, 256))
+    monkeypatch.setattr(throughput, "WEIGHTS_BYTES", 10_000)
+    monkeypatch.setattr(throughput, "time", SimpleNamespace(perf_counter=iter(range(100)).__next__))  # a second a round
+    num_bytes = {"int8": 32 * (256 + 2), "q4_k": 32 * 144}[quant_type]
+    assert throughput.measure_weights(torch.device("cpu"), quant_type) == -(-10_000 // num_bytes) * num_bytes

@@ -44,6 +44,19 @@ def test_a_chain_stays_in_one_home() -> None:
     assert plan.one_tokens_per_s == pytest.approx(1e3 / (8 * 1e3 / 64 + 2 * 1.0 + 0.5), rel=0.05)
 
 
+def test_of_many_machines_those_of_the_best_home_form_the_chain() -> None:
+    machines = [machine(f"{home}{number}", 2, 64.0 if home == "c" else 60.0) for home in "abcd" for number in range(10)]
+    near = {
+        (one.peer_id, other.peer_id): LAN
+        for one in machines
+        for other in machines
+        if one.peer_id[0] == other.peer_id[0]
+    }
+    plan = make_plan(machines, MODEL, near, assumed_link=FAR)
+    assert plan is not None
+    assert [peer_id[0] for peer_id, _ in plan.route] == ["c"] * 4
+
+
 def test_bandwidth_counts() -> None:
     model = PlannedModel(block_bytes={"int8": [GIB] * 8}, hidden_bytes=10_000)
     slow = Link(round_trip_ms=0.5, bytes_per_s=1e5)

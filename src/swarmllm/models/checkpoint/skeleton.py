@@ -54,6 +54,7 @@ from swarmllm.models.architecture import (
     stack_of,
     stacks,
     stored_prefix,
+    text_config,
 )
 from swarmllm.models.block_slots import BlockSlots, ForwardStopped, holder_of, only_in_first
 from swarmllm.models.checkpoint.checkpoint import Checkpoint
@@ -63,6 +64,8 @@ from swarmllm.models.quantization.rules import may_be_packed
 Prune = Callable[[PreTrainedModel], None]
 """Replaces the parts of a freshly built model that are not wanted."""
 
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Names that configs have for the number of experts of a block."""
 ROTATION = "rotary_emb"
 """transformers' name of the module that makes `position_embeddings`."""
 
@@ -295,6 +298,23 @@ def block_bytes(
         sum(stored(f"{prefix}.{name}", parameter) for name, parameter in block.named_parameters())
         for prefix, block in named_blocks(model)
     ]
+
+
+def read_share(checkpoint: Checkpoint) -> float:
+    """Share of the blocks' weights that one token reads, from the config: less than 1 for a mixture of experts."""
+    config = text_config(checkpoint.config)
+    num_experts = next((count for name in NUM_EXPERTS if (count := getattr(config, name, None))), None)
+    chosen = getattr(config, "num_experts_per_tok", None)
+    if not isinstance(num_experts, int) or not isinstance(chosen, int):
+        return 1.0
+    model = on_meta(blocks_class(checkpoint.config), checkpoint.config)
+    read = total = 0.0
+    for _, block in named_blocks(model):
+        for name, parameter in block.named_parameters():
+            is_of_experts = "experts" in name.split(".")
+            read += parameter.numel() * (min(1.0, chosen / num_experts) if is_of_experts else 1.0)
+            total += parameter.numel()
+    return read / total
 
 
 def _tensors(

@@ -468,12 +468,7 @@ def _has_other_weights(source: Source) -> bool:
 
 def _only_one(source: Source, kind: str | None) -> str | None:
     """Raise ConfigurationError unless there is one; without `kind`, there may also be none."""
-    found = sorted(
-        name
-        for name in source.filenames(SUFFIX)
-        if not _NO_MODEL.fullmatch(name) and (not (part := PART.search(name)) or part[1] == "00001")
-    )
-    wanted = found
+    wanted = found = _models_among(source.filenames(SUFFIX))
     if kind is not None:
         in_name = re.compile(rf"(^|[./_-]){re.escape(kind.lower())}($|[./-])")
         wanted = [name for name in found if in_name.search(name.lower())]
@@ -487,6 +482,19 @@ def _only_one(source: Source, kind: str | None) -> str | None:
     some = f"{len(wanted) or 'no'} GGUF files" + (f" of {kind}" if kind else "")
     raise ConfigurationError(
         f"{source.name} holds {some}: name one of them, such as {source.name}/{several[0]} ({_listed(several)})"
+    )
+
+
+def gguf_models(directory: Path) -> list[str]:
+    """The GGUF files in a directory that are models, or the first parts of models."""
+    return _models_among([path.name for path in directory.glob(f"*{SUFFIX}") if path.is_file()])
+
+
+def _models_among(filenames: Iterable[str]) -> list[str]:
+    return sorted(
+        name
+        for name in filenames
+        if not _NO_MODEL.fullmatch(name) and (not (part := PART.search(name)) or part[1] == "00001")
     )
 
 

@@ -106,8 +106,11 @@ class PackedForward:
             PackingUnsupportedError: the blocks can't run this way.
             Exception: any error of the model's code. The caches are in an undefined state then.
         """
-        past = min(call.cache.position for call in calls)
-        with torch.inference_mode(), self.blocks.adapted(calls[0].inputs, calls[0].span, past):
+        past, blocks = min(call.cache.position for call in calls), self.blocks
+        if blocks.is_together and blocks.group is not None and not blocks.group.is_held(self):
+            blocks.group.hold(self, PackedForward, "__call__", blocks)
+        step = blocks.step(calls[0].inputs, [call.cache for call in calls], (self, "follow", calls, way))
+        with step, torch.inference_mode(), blocks.adapted(calls[0].inputs, calls[0].span, past):
             run = {
                 Packing.TRACED: self._run_traced,
                 Packing.PAGED: self._run_paged,
@@ -118,6 +121,12 @@ class PackedForward:
             for call in calls:
                 call.cache.advance(call.inputs.seq_len)
         return outputs
+
+    def follow(self, calls: Sequence[SessionCall], way: Packing) -> None:
+        """Take part in `run_packed` of another process; its caches can go back to their state before."""
+        for call in calls:
+            call.cache.remember()
+        self.run_packed(calls, way)
 
     def _run_traced(self, calls: Sequence[SessionCall]) -> list[Tensor]:
         span, shapes = calls[0].span, [call.inputs.hidden_states.shape for call in calls]
@@ -447,7 +456,8 @@ class Packer:
         # An adapter is applied to a whole forward, so calls with different ones take turns.
         # One axis of positions isn't always the same as three equal ones: models may count a fourth, of the text.
         how = arithmetic(inputs, call.cache.position, blocks.traits)
-        same = call.span, inputs.adapter, _num_axes(inputs.position_ids), how, *shape
+        is_shared = call.cache.elsewhere is not None and inputs.adapter is None
+        same = call.span, inputs.adapter, is_shared, _num_axes(inputs.position_ids), how, *shape
         if way == Packing.PAGED and call.cache.table is None:
             return None
         if way in (Packing.TRACED, Packing.PAGED, Packing.RAGGED):

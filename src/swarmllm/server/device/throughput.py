@@ -18,6 +18,8 @@ import torch
 from swarmllm.data_structures import Span
 from swarmllm.machine_memory import return_free_memory
 from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.quantization.loading import pack
+from swarmllm.models.quantization.rules import StoredType
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.packing import Packer, Packing, SessionCall
 from swarmllm.models.span.span_cache import SpanCache
@@ -62,6 +64,12 @@ MIN_PREFILL_TOKENS = 8
 """Fewer tokens take as long, on every CPU."""
 PIECES = (64, 256, 1024)
 """Lengths of prompts that are measured on devices that compute asynchronously."""
+WEIGHTS_SHAPE, PACKED_ROWS = (1024, 4096), 32
+"""Shape of the matrices of `measure_weights`, and rows that are really packed, as 4 bits take seconds."""
+WEIGHTS_BYTES = 96 << 20
+"""Bytes of all of them together: more than the caches of usual processors hold, so that memory is measured."""
+WEIGHTS_BUDGET_S = 0.4
+"""Seconds of rounds over all of them, at least one for each number of threads; the fastest counts."""
 COMPUTING = 2.0
 """A forward of four times as many tokens takes at least this many times as long, if its time is computing and not
 launching. Assumed: halfway between 1 and 4."""
@@ -188,6 +196,37 @@ def least_worth_asking_for(piece_ms: Mapping[int, float]) -> int:
         if piece_ms[larger] >= COMPUTING * piece_ms[size]:
             return size
     return sizes[-1] if len(sizes) > 1 else 0
+
+
+@torch.inference_mode()
+def measure_weights(device: torch.device, quant_type: StoredType) -> float:
+    """Measure how many bytes of weights in this format a decode step reads in a second; needs no checkpoint."""
+    columns = WEIGHTS_SHAPE[1]
+    few = pack(torch.randn(PACKED_ROWS, columns, dtype=torch.bfloat16), quant_type, device)
+    rows = {
+        name: tensor.repeat_interleave(WEIGHTS_SHAPE[0] // PACKED_ROWS, 0) for name, tensor in few.tensors().items()
+    }
+    num_bytes = sum(tensor.nbytes for tensor in rows.values())
+    weights = [
+        type(few)(**{name: tensor.clone() for name, tensor in rows.items()}, dtype=few.dtype).for_device(device)
+        for _ in range(-(-WEIGHTS_BYTES // num_bytes))
+    ]
+    inputs = torch.randn(1, columns, dtype=torch.bfloat16).to(device)
+    weights[0].linear(inputs)  # compiles the kernel on a GPU
+    most, fastest_s = torch.get_num_threads(), float("inf")
+    for num_threads in sorted({1, most}) if device.type == "cpu" else [most]:  # more may be slower on a busy machine
+        torch.set_num_threads(num_threads)
+        left_s = WEIGHTS_BUDGET_S
+        while left_s > 0:
+            started = time.perf_counter()
+            for weight in weights:
+                weight.linear(inputs)
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
+            took_s = time.perf_counter() - started
+            left_s, fastest_s = left_s - took_s, min(fastest_s, took_s)
+    torch.set_num_threads(most)
+    return len(weights) * num_bytes / fastest_s
 
 
 def _measure(packer: Packer, *, choose_threads: bool) -> Throughput:
