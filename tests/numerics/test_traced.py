@@ -17,7 +17,7 @@ from torch.nn import functional
 from swarmllm.data_structures import Span
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.quantization import Quantization, kernels, step
-from swarmllm.models.quantization.step import DIMS, Kind, Line, Operation, Recorded, Rows, View
+from swarmllm.models.quantization.step import DIMS, Kind, Line, Operation, Recorded, Rows, View, simplified
 from swarmllm.models.span import traced_step
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
@@ -226,6 +226,20 @@ def run_operation(operation: Operation, sizes: Sequence[int], hidden: Tensor, st
     recorded = Recorded([operation], dict(enumerate(sizes)), {0: (0, whole[0]), 1: (1, whole[1])}, None)
     line = Line(recorded, hidden.dtype, hidden.shape[-1])
     return line.run(Rows(hidden[None], [0], stored or (0,) * 5, 1000), 0, 1)[0]
+
+
+def test_a_copy_of_what_changes_stays_a_copy() -> None:
+    view = [View(value, 0, (0, 0, 0, 1)) for value in range(3)]
+    sizes = (1, 1, 1, 8)
+    operations = [
+        Operation(Kind.COPY, sizes, view[1], view[0]),
+        Operation(Kind.ADD, sizes, view[0], view[0], view[0], number=1.0),
+        Operation(Kind.ADD, sizes, view[2], view[1], view[0], number=1.0),
+    ]
+    entries = {0: (0, view[0]), 1: (3, view[2])}
+    line = Line(simplified(Recorded(operations, dict.fromkeys(range(3), 8), entries, None)), torch.float32, 8)
+    hidden = torch.arange(8.0)[None]
+    assert torch.equal(line.run(Rows(hidden, [0], (0,) * 5, 1), 0, 1), 3 * hidden)
 
 
 @settings(max_examples=100, deadline=None)

@@ -199,15 +199,18 @@ def simplified(recorded: Recorded) -> Recorded:
     nobody else reads the longer floats.
     """
     writers, readers = Counter[int](), Counter[int]()
-    for operation in recorded.operations:
-        writers[operation.out.value or 0] += not operation.is_kept
+    last_write: dict[int, int] = {}
+    for idx, operation in enumerate(recorded.operations):
+        if not operation.is_kept:
+            writers[operation.out.value or 0] += 1
+            last_write[operation.out.value or 0] = idx
         readers.update(operation.inputs)
     readers.update(view.value or 0 for _, view in recorded.entries.values())
     same: dict[int, View] = {}  # value → the view of an earlier one that it equals
     by: dict[int, int] = {}  # value → the operation that makes all of it
     operations: list[Operation] = []
     before = [0]
-    for operation in recorded.operations:
+    for idx, operation in enumerate(recorded.operations):
         one = _seen_as(operation, same)
         out = one.out.value
         assert out is not None
@@ -223,7 +226,7 @@ def simplified(recorded: Recorded) -> Recorded:
                 for size, stride, other in zip(one.sizes, one.out.strides, one.one.strides, strict=True)
             )
         )
-        if is_whole_copy and source is not None and writers[source] <= 1:
+        if is_whole_copy and source is not None and last_write.get(source, -1) < idx:
             maker = by.get(source)
             if not one.rounds:
                 same[out] = one.one

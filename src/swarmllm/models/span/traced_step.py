@@ -46,7 +46,7 @@ POSITION = 3
 _SIMPLE = {
     "neg": Kind.NEGATE, "abs": Kind.ABSOLUTE, "sqrt": Kind.ROOT, "rsqrt": Kind.INVERSE_ROOT,
     "exp": Kind.EXPONENTIAL, "sigmoid": Kind.SIGMOID, "silu": Kind.SILU, "tanh": Kind.TANH, "cos": Kind.COSINE,
-    "sin": Kind.SINE, "clone": Kind.COPY, "_to_copy": Kind.COPY, "copy": Kind.COPY, "alias": Kind.COPY,
+    "sin": Kind.SINE, "clone": Kind.COPY, "_to_copy": Kind.COPY, "copy": Kind.COPY,
 }  # fmt: skip
 """Operations on one tensor."""
 _OF_TWO = {
@@ -133,25 +133,22 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if any(one.dtype != given[0].dtype for one in outputs):
                 raise _Unsupported("the same numbers of another type")
             return  # another view
-        if func._schema.is_mutable:
-            target = args[0]
-            storage = target.untyped_storage()._cdata
-            if not self.is_value(target) and storage not in self._empty:
-                raise _Unsupported(f"{name} writes to a tensor of the model")
+        is_mutable = func._schema.is_mutable
+        if is_mutable and not self.is_value(outputs[0]) and outputs[0].untyped_storage()._cdata not in self._empty:
+            raise _Unsupported(f"{name} writes to a tensor of the model")
         for one in outputs:
             self.new_value(one)
         try:
-            self._lower(name.removesuffix("_") if func._schema.is_mutable else name, args, kwargs, outputs[0])
+            self._lower(name.removesuffix("_") if is_mutable else name, args, kwargs, outputs[0])
         except _Unsupported as error:
-            self._depend(outputs[0], given, str(error))
+            self._refuse(outputs[0], str(error))
+        for one in outputs[1:]:
+            self._refuse(one, f"more than one result of {name}")
 
-    def _depend(self, out: Tensor, given: Sequence[Tensor], problem: str) -> None:
-        """Say that what reads `out` can't be run."""
-        for one in given:
-            if self.is_value(one) and one.dtype in DTYPES:
-                view = View(self._values[one.untyped_storage()._cdata])
-                value = View(self._values[out.untyped_storage()._cdata])
-                self.operations.append(Operation(Kind.COPY, (1,) * DIMS, value, view, problem=problem))
+    def _refuse(self, out: Tensor, problem: str) -> None:
+        """Note that `out` can't be computed, which matters only if something reads it."""
+        view = View(self._values[out.untyped_storage()._cdata])
+        self.operations.append(Operation(Kind.COPY, (1,) * DIMS, view, view, problem=problem))
 
     def _lower(self, name: str, args: Any, kwargs: Any, out: Tensor) -> None:
         """Record the operations that compute `out`."""
@@ -180,12 +177,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         one, other = (torch.tensor(float(each)) if isinstance(each, int | float) else each for each in args[:2])
         if kwargs.get("rounding_mode") is not None:
             raise _Unsupported("division of whole numbers")
-        if not self.is_value(one):
-            if name == "sub" or name == "div":
-                self._add(_OF_TWO[name], out, [one, other], -1.0)
-                return
-            one, other = other, one  # `fixed` numbers come second
         alpha = float(kwargs.get("alpha", 1)) * (-1.0 if name == "sub" else 1.0)
+        if not self.is_value(one) and alpha == 1.0 and name != "div":
+            one, other = other, one  # numbers that never change are read faster as the second
         self._add(_OF_TWO[name], out, [one, other], alpha)
 
     def rsub(self, args: Any, kwargs: Any, out: Tensor) -> None:
