@@ -30,8 +30,10 @@ from swarmllm import AutoDistributedModel, ClientConfig, LocalSwarm
 from swarmllm.data_structures import Span
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
-from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
+from swarmllm.models.span.packing import Packer, SessionCall
+from swarmllm.models.span.packing_probe import right_ways
+from swarmllm.models.span.span_cache import SpanCache
 
 VOCABULARY = 4096
 DECODED = 32
@@ -87,12 +89,15 @@ def save_model(shape: str, kind: str, directory: Path) -> Path:
 
 
 @torch.inference_mode()
-def one_process(blocks: BlockSpan, hidden_size: int, prompts: list[int]) -> dict[str, float]:
-    """Tokens per second."""
+def one_process(packer: Packer, hidden_size: int, prompts: list[int]) -> dict[str, float]:
+    """Tokens per second, as a server computes them."""
+    blocks = packer.blocks
 
-    def run(count: int, cache: Any) -> None:
+    def run(count: int, cache: SpanCache) -> None:
         hidden = torch.randn(1, count, hidden_size).to(blocks.dtype)
-        blocks.forward(BlockInputs(hidden_states=hidden, batch_size=1, seq_len=count), cache=cache)
+        inputs = BlockInputs(hidden_states=hidden, batch_size=1, seq_len=count)
+        (outcome,) = packer.run_calls([SessionCall(inputs, blocks.span, cache)])
+        assert not isinstance(outcome, Exception), outcome
 
     found = {}
     for count in prompts:
@@ -160,13 +165,16 @@ def measure(arguments: argparse.Namespace, kind: str, directory: Path) -> dict[s
     path, sizes = save_model(arguments.shape, kind, directory), SHAPES[arguments.shape]
     torch.set_num_threads(1)
     span = Span(0, sizes["blocks"])
-    blocks = [load_block_span(open_checkpoint(str(path)), span, progress=False)]
+    blocks = load_block_span(open_checkpoint(str(path)), span, progress=False)
+    packers = [Packer(blocks, right_ways(blocks))]
+    packers[0].trace()
+    del blocks
     alone = compare(
-        lambda: one_process(blocks[0], sizes["hidden"], arguments.prompts),
+        lambda: one_process(packers[0], sizes["hidden"], arguments.prompts),
         lambda: llama_bench(arguments.bin, path, arguments.prompts),
         arguments.repeats,
     )
-    blocks.clear()  # the servers need the memory
+    packers.clear()  # the servers need the memory
     middle = sizes["blocks"] // 2
     with (
         LocalSwarm(path, spans=[(0, middle), (middle, sizes["blocks"])], num_threads=1) as swarm,

@@ -2,11 +2,13 @@
 
     python benchmarks/quantization.py [--shape 2048x4] [--quant_types none int8 nf4] [--tokens 30] [--repeats 5]
     python benchmarks/quantization.py --without_servers
+    python benchmarks/quantization.py --products int8 q8_0
 
 First, for each type, on the embedded model in float32: bits of a weight with its scales, relative error of the
 weights, perplexity of the held-out texts, and the divergence (KL, in nats per token) of the next token's probabilities
 from those of the model in full precision. Then one matrix of 5632×2048 in bfloat16 times 1, 8 and 128 tokens, taking
-turns with the same in full precision: how many times as fast, by CPU time, the median of the turns.
+turns with the same in full precision: how many times as fast, by CPU time, the median of the turns; and how long
+packing takes while blocks are loaded. `--products` measures the products of these types and nothing else.
 
 Then one server per way, each with all blocks, each with a client of its own; they take turns, so that all meet the same
 machine. A token is the whole way: client, network, blocks, head. Memory is what the server's processes have to
@@ -17,7 +19,7 @@ import argparse
 import math
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from swarmllm import AutoDistributedModel, ClientConfig, LocalSwarm, embedded_model_path
 from swarmllm.data_structures import Span
 from swarmllm.demo.local_swarm import LocalServer, embedded_heldout_texts
+from swarmllm.machine_memory import separate_weights
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.quantization import QUANT_TYPES, Quantization, QuantizedWeight
@@ -108,12 +111,16 @@ def seconds_of(do: Callable[[], object]) -> float:
 
 
 @torch.inference_mode()
-def products() -> list[list[Any]]:
-    """Rows of (type, how many times as fast as bfloat16 with 1, with 8, with 128 tokens)."""
+def products(names: Sequence[str]) -> list[list[Any]]:
+    """Rows of (type, ms to pack a million weights, how many times as fast as bfloat16 with 1, 8, 128 tokens)."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(MATRIX, generator=generator).mul_(0.02).bfloat16()
-    packed = {name: pack(weight, name, torch.device("cpu")) for name in QUANT_TYPES if name != "none"}
-    rows: list[list[Any]] = [[name] for name in packed]
+    packed, rows = {}, list[list[Any]]()
+    with separate_weights():
+        for name in names:
+            packed[name] = pack(weight, name, torch.device("cpu"))
+            seconds = seconds_of(lambda name=name: pack(weight, name, torch.device("cpu")))
+            rows.append([name, seconds * 1e9 / weight.numel()])
     for tokens in (1, 8, 128):
         inputs = torch.randn(tokens, MATRIX[1], generator=generator).bfloat16()
         ratios: dict[str, list[float]] = {name: [] for name in packed}
@@ -177,14 +184,19 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1, help="of each server")
     parser.add_argument("--without_servers", action="store_true", help="accuracy and single products only")
+    parser.add_argument("--products", nargs="+", choices=QUANT_TYPES[1:], help="products of these types only")
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
-    results: dict[str, Any] = {"arguments": vars(args), "quality": quality(), "products": products()}
-    print(table(["weights", "bits", "error", "perplexity", "change, %", "KL"], results["quality"]))
-    print(table(["times as fast as bf16", "1 token", "8", "128"], results["products"]))
-    if not args.without_servers:
+    results: dict[str, Any] = {"arguments": vars(args)}
+    if args.products is None:
+        results["quality"] = quality()
+        print(table(["weights", "bits", "error", "perplexity", "change, %", "KL"], results["quality"]))
+    results["products"] = products(args.products or [name for name in QUANT_TYPES if name != "none"])
+    header = ["weights", "packing, ms a million", "times as fast as bf16, 1 token", "8", "128"]
+    print(table(header, results["products"]))
+    if not args.without_servers and args.products is None:
         results["rows"] = servers(args)
     print(f"written to {save_results('quantization', results)}")
 

@@ -1,7 +1,8 @@
 """Blocks spread over two processes beside the same blocks in one: a decode step, a step of 8 sessions, and a prompt.
 
 The blocks are of a llama with hidden size 2048, and called directly: no network, no swarm. Each process has one thread.
-Runs alternate, so that what else the machine does meets all of them; medians and quartiles are printed.
+The blocks of both processes run together, and once more so that followers only multiply. Runs alternate, so that what
+else the machine does meets all of them; medians and quartiles are printed.
 """
 
 import argparse
@@ -9,7 +10,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -44,16 +45,27 @@ def save_model(directory: Path, args: argparse.Namespace) -> None:
 
 
 class Runs:
-    """The measurements of one span."""
+    """The measurements of one span; `alone`: followers only multiply."""
 
-    def __init__(self, blocks: BlockSpan, prompt: int) -> None:
+    def __init__(self, blocks: BlockSpan, prompt: int, *, alone: bool = False) -> None:
         self._packer = Packer(blocks, right_ways(blocks))
-        self._blocks = blocks
+        self._blocks, self._alone = blocks, alone
         self._prompt = random_inputs(blocks, prompt)
-        self._caches = [blocks.new_cache() for _ in range(8)]
-        for cache in self._caches:
-            blocks.forward(random_inputs(blocks, CONTEXT), cache=cache)
+        with self._way():
+            self._caches = [blocks.new_cache() for _ in range(8)]
+            for cache in self._caches:
+                blocks.forward(random_inputs(blocks, CONTEXT), cache=cache)
         self._token = random_inputs(blocks, 1)
+
+    def _way(self) -> AbstractContextManager[None]:
+        return self._blocks.alone() if self._alone else nullcontext()
+
+    def seconds(self, name: str) -> float:
+        """Time one of the methods below."""
+        with self._way():
+            began_at = time.perf_counter()
+            getattr(self, name)()
+            return time.perf_counter() - began_at
 
     def decode(self) -> None:
         """A step of one session."""
@@ -69,13 +81,6 @@ class Runs:
     def prefill(self) -> None:
         """A prompt."""
         self._blocks.forward(self._prompt, cache=self._blocks.new_cache())
-
-
-def seconds(run: Callable[[], None]) -> float:
-    """Time one call."""
-    began_at = time.perf_counter()
-    run()
-    return time.perf_counter() - began_at
 
 
 def main() -> int:
@@ -95,19 +100,20 @@ def main() -> int:
         checkpoint, span = open_checkpoint(directory), Span(0, args.blocks)
         group = Group([torch.device("cpu")] * args.processes)
         options = {"quantization": resolve_quantization(args.quant_type), "progress": False}
-        one, several = (
-            Runs(load_block_span(checkpoint, span, group=which, **options), args.prompt) for which in (None, group)
-        )
+        one, several = (load_block_span(checkpoint, span, group=which, **options) for which in (None, group))
+    runs = Runs(one, args.prompt), Runs(several, args.prompt), Runs(several, args.prompt, alone=True)
     print(f"{args.blocks} blocks of hidden size {args.hidden}, {args.dtype}, {args.quant_type}; ms, median (quartiles)")
-    print(f"{'':10} {'1 process':>24} {f'{args.processes} processes':>24} {'faster by':>10}")
+    several_processes = f"{args.processes} processes"
+    print(f"{'':10} {'1 process':>24} {several_processes:>24} {'by command':>24} {'faster by':>18}")
     for name in ("decode", "sessions", "prefill"):
-        times: tuple[list[float], list[float]] = ([], [])
+        times: tuple[list[float], ...] = ([], [], [])
         for _ in range(args.repeats + 2):
-            for runs, found in zip((one, several), times, strict=True):
-                found.append(seconds(getattr(runs, name)))
+            for one_of_them, found in zip(runs, times, strict=True):
+                found.append(one_of_them.seconds(name))
         quartiles = [[1e3 * value for value in statistics.quantiles(found[2:], n=4)] for found in times]
-        cells = [f"{middle:.1f} ({low:.1f}–{high:.1f})" for low, middle, high in quartiles]
-        print(f"{name:10} {cells[0]:>24} {cells[1]:>24} {quartiles[0][1] / quartiles[1][1]:>9.2f}x", flush=True)
+        cells = [f"{middle:>9.1f} ({low:.1f}–{high:.1f})" for low, middle, high in quartiles]
+        faster = [f"{quartiles[0][1] / other[1]:.2f}x" for other in quartiles[1:]]
+        print(f"{name:10}", *(f"{cell:>24}" for cell in cells), *(f"{one:>8}" for one in faster), flush=True)
     group.close()
     return 0
 

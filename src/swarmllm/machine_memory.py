@@ -23,6 +23,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # mallopt(3)
 WHILE_LOADING_BYTES = 256 << 10
 AFTERWARDS_BYTES = 32 << 20
 """The limit at which glibc's own, moving threshold ends: then the heap keeps the memory of activations for reuse."""
+_in_use: list[int] = []
+"""The limits of the contexts that have been entered."""
 
 
 @dataclass(frozen=True)
@@ -113,12 +115,34 @@ def separate_weights() -> Iterator[None]:
     Measured: on the heap, a model of 41 MB would take 113, in holes that weights in full precision have left between
     packed ones.
     """
-    _allocate_pages_from(WHILE_LOADING_BYTES)
+    with _allocating_pages_from(WHILE_LOADING_BYTES):
+        yield
+    return_free_memory()
+
+
+@contextlib.contextmanager
+def reused_heap() -> Iterator[None]:
+    """Within, tensors that are soon freed get the same memory again, also inside of `separate_weights`.
+
+    Otherwise the system would have to provide new pages for each. Measured (one thread, a million weights): rounding to
+    q4_k takes 200 ms, and 53 ms in here. Allocate what stays before.
+    """
+    if not _in_use:  # glibc's own, moving limit counts
+        yield
+        return
+    with _allocating_pages_from(AFTERWARDS_BYTES):
+        yield
+
+
+@contextlib.contextmanager
+def _allocating_pages_from(num_bytes: int) -> Iterator[None]:
+    _in_use.append(num_bytes)
+    _allocate_pages_from(num_bytes)
     try:
         yield
     finally:
-        _allocate_pages_from(AFTERWARDS_BYTES)
-        return_free_memory()
+        _in_use.pop()
+        _allocate_pages_from(_in_use[-1] if _in_use else AFTERWARDS_BYTES)
 
 
 def return_free_memory() -> None:

@@ -19,6 +19,7 @@ from swarmllm.data_structures import Span
 from swarmllm.models.architecture import ENCODERS, REFUSED_ARCHITECTURES, WITH_AUDIO, Task, stacks
 from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from swarmllm.models.parallel.shared import Group
+from swarmllm.models.quantization import FULL_PRECISION, Quantization
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
 
@@ -138,7 +139,7 @@ class Subject:
             client.generation_config = copy.deepcopy(self.local.generation_config)
         return client
 
-    def load(self, dtype: torch.dtype | None = None) -> BlockSpan:
+    def load(self, dtype: torch.dtype | None = None, quantization: Quantization = FULL_PRECISION) -> BlockSpan:
         """All blocks; of an encoder-decoder those of the decoder."""
         span: Span = stacks(self.checkpoint.config)[-1].span
-        return load_block_span(self.checkpoint, span, dtype=dtype, progress=False)
+        return load_block_span(self.checkpoint, span, dtype=dtype, quantization=quantization, progress=False)

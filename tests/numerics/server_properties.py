@@ -14,6 +14,7 @@ from tests.numerics.architectures import Subject
 from tests.numerics.sessions_together import (
     RELATIVE,
     PagedSessions,
+    Sessions,
     SessionsWithAxes,
     SessionsWithSources,
     check_together_as_alone,
@@ -31,6 +32,7 @@ from swarmllm.errors import UnsupportedModelError
 from swarmllm.models.architecture import stacks
 from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from swarmllm.models.quantization import FULL_PRECISION, Quantization
+from swarmllm.models.quantization.step import why_no_steps
 from swarmllm.models.span import probes, small_copy
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.decode_graphs import StaticInputs, trace
@@ -140,6 +142,15 @@ ONE_BY_ONE = {
     "nllb-moe": "its router takes the last columns of the mask for the tokens of a batch",
 }
 """Their sessions run one by one, with the reason."""
+TRACED = {
+    "arcee", "bitnet", "cohere", "cohere2", "cohere_compass_text", "ctrl", "cwm", "ernie4_5", "exaone4",
+    "gemma", "gemma3_text", "gemma4_unified_text", "glm", "glm4", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neox",
+    "granite", "helium", "hunyuan_v1_dense", "hyperclovax", "internlm3", "iquestcoder", "jais2", "llama",
+    "ministral", "mistral", "modernbert-decoder", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "opt",
+    "persimmon", "phi", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2",
+}  # fmt: skip
+"""Their decode steps run as lines of operations on CPUs (`models/span/traced_step`). Others have experts, states
+besides keys and values, attention of their own, or rare operations."""
 PADDED_STACKS = {
     "longt5",  # looks up keys in its cache by a way of its own
     "longt5_global",
@@ -157,6 +168,18 @@ def sessions_together(subject: Subject) -> None:
     way = check_together_as_alone(blocks)
     assert (way == Packing.ONE_BY_ONE) == (subject.name in ONE_BY_ONE)
     assert measure_packing(packer_of(blocks), decode_ms_per_block=0.5) in packer_of(blocks).ways
+
+
+def steps_as_lines(subject: Subject) -> None:
+    if why_no_steps():
+        pytest.skip(why_no_steps())
+    blocks = subject.load(quantization=Quantization("int8", smallest=1))
+    packer = packer_of(blocks)
+    packer.trace()
+    assert packer.traces == (subject.name in TRACED)
+    if packer.traces:
+        sessions = Sessions(blocks)
+        assert max(map(sessions.step, ((4, 3, 11, 2), (1, 1, 2, 5), (1, 1, 1, 1)))) <= RELATIVE
 
 
 def sessions_with_encoder_outputs_together(subject: Subject) -> None:

@@ -49,6 +49,7 @@ PROPERTIES: dict[str, tuple[Property, ...]] = {
         server.one_block_of_each_kind,
         server.interleaved_clients,
         server.sessions_together,
+        server.steps_as_lines,
         server.sessions_on_pages,
         server.steps_on_pages_read_nothing_on_the_host,
         server.clients_find_the_traits_of_servers,
@@ -137,6 +138,7 @@ def test_as_many_as_promised() -> None:
     num_rounded = sum(name in ALL["text"] for name in client.ADDS_UP_OTHERWISE)
     assert len(ALL["text"]) - num_rounded >= 100
     assert len(client.WITH_PREFIXES) >= 85
+    assert len(server.TRACED & {*TEXT}) >= 44
 
 
 # ---------------------------------------------------------------------- refused architectures

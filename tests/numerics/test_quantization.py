@@ -252,7 +252,7 @@ def test_more_bits_change_the_embedded_model_less(quant_types: tuple[str, ...]) 
 # Memory while loading
 
 SHARD_BYTES = 30_000_000
-SHARES = {"int8": 0.55, "nf4": 0.32, "int4": 0.3, "q3.5": 0.27}
+SHARES = {"int8": 0.55, "nf4": 0.32, "int4": 0.3, "q3.5": 0.27, "q4_k": 0.3}
 """Share of the memory of bfloat16, at most."""
 LARGE = {
     "llama": LlamaConfig(

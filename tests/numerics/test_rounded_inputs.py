@@ -83,7 +83,7 @@ def test_inputs_that_lose_nothing_have_exact_products(shape: tuple[int, int], ve
         inputs = whole_inputs(7, shape[1])
         weight = replace(matrix, dtype=torch.float32).dequantize().double()
         expected, scale = inputs.double() @ weight.T, (inputs.double().abs() @ weight.abs().T).max()
-        assert matrix.can_round_inputs
+        assert matrix.can_round_inputs()
         assert (multiply(matrix, inputs) - expected).abs().max() <= 1e-6 * scale, type(matrix).__name__
 
 
@@ -219,6 +219,13 @@ def test_sessions_round_and_forwards_without_them_do_not(llama: Path) -> None:
 
 def relative_error(got: Tensor, wanted: Tensor) -> float:
     return float((got - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize(("columns", "gains"), [(512, True), (2048, True), (960, True), (576, False), (64, False)])
+def test_auto_rounds_for_weights_that_gain_by_it(columns: int, gains: bool) -> None:
+    weight = QuantizedWeight(Int8.quantize(torch.randn(8, columns)))
+    round_inputs([weight], if_faster=True)
+    assert weight.packed.rounds_inputs == gains
 
 
 def test_a_machine_that_rounds_wrongly_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,13 +31,21 @@ LEVELS = [1, 3, 4]
 """Kinds of processors for which the kernels are compiled."""
 
 
-def load(model_type: str, directory: Path, dtype: torch.dtype = torch.float32, quant_type: str = "int8") -> BlockSpan:
+def load(
+    model_type: str,
+    directory: Path,
+    dtype: torch.dtype = torch.float32,
+    quant_type: str = "int8",
+    activations: str = "none",
+) -> BlockSpan:
     if not (directory / "config.json").exists():
         save_tiny(model_type, directory)
     quantization = Quantization(quant_type, smallest=1)  # type: ignore[arg-type]
     checkpoint = open_checkpoint(str(directory))
     span = Span(0, NUM_BLOCKS)
-    return load_block_span(checkpoint, span, dtype=dtype, quantization=quantization, progress=False)
+    return load_block_span(
+        checkpoint, span, dtype=dtype, quantization=quantization, activations=activations, progress=False
+    )
 
 
 @contextmanager
@@ -111,8 +119,9 @@ def test_positions_that_clients_send(llama: BlockSpan) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_row_is_the_same_in_any_company(dtype: torch.dtype, tmp_path: Path) -> None:
-    blocks = load("qwen2", tmp_path, dtype)
+@pytest.mark.parametrize("activations", ["none", "int8"])
+def test_a_row_is_the_same_in_any_company(dtype: torch.dtype, activations: str, tmp_path: Path) -> None:
+    blocks = load("qwen2", tmp_path, dtype, activations=activations)
     packer, random = packer_of(blocks), torch.Generator().manual_seed(1)
     together, alone = ([blocks.new_cache() for _ in range(5)] for _ in range(2))
     for idx, caches in enumerate(zip(together, alone, strict=True)):
@@ -130,6 +139,25 @@ def test_a_row_is_the_same_in_any_company(dtype: torch.dtype, tmp_path: Path) ->
                     for one in hidden]  # fmt: skip
             assert isinstance(got, Tensor)
             assert torch.equal(got, torch.cat(each, 1))  # type: ignore[arg-type]
+
+
+def test_lines_round_their_inputs_as_the_models_code_does(tmp_path: Path) -> None:
+    blocks, exact = (load("llama", tmp_path, activations=one) for one in ("int8", "none"))
+    packer, given = packer_of(blocks), random_inputs(blocks, 1)
+    assert packer.traces
+    outputs = []
+    for span, run in ((blocks, None), (blocks, packer), (exact, None)):
+        cache = span.new_cache()
+        span.forward(random_inputs(blocks, 5), None, cache)
+        with lines_counted() as rows:
+            if run is None:
+                outputs.append(span.forward(given, None, cache))
+            else:
+                outputs += run.run_calls([SessionCall(given, span.span, cache)])
+                assert rows == [1]
+    own, traced, unrounded = outputs
+    assert relative_error(traced, own) <= relative_error(unrounded, own) / 3
+    assert relative_error(unrounded, own) > 1e-3
 
 
 @pytest.mark.parametrize("quant_type", ["int8", "int4", "q4_k", "q8_0", "int3"])
@@ -224,6 +252,40 @@ def test_attention(
     seen = (one[:, first:count].double().repeat_interleave(shared, 0) for one in (keys, values))
     wanted = functional.scaled_dot_product_attention(query.double().view(-1, 1, size), *seen, scale=0.3)
     assert (got - wanted).abs().max() <= 16 * torch.finfo(dtype).eps * wanted.abs().max().clamp_min(1)
+
+
+@pytest.mark.parametrize("rounds_inputs", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_several_threads_compute_what_one_does(num_rows: int, rounds_inputs: bool) -> None:
+    random = torch.Generator().manual_seed(num_rows)
+    matrix = kernels.Matrix(
+        torch.randint(-127, 127, (2100, 1024), dtype=torch.int8, generator=random), torch.rand(2100, 1) / 1024
+    )
+    matrix._weight.rounds_inputs = rounds_inputs
+    last, count = (0, 0, 0, 1), 700
+    keys, values = (torch.randn(num_rows, 4, count, 64, generator=random) for _ in range(2))
+    operations = [
+        Operation(Kind.PRODUCT, (1, 1, 1, 2100), View(1, 0, last), View(0, 0, last), matrix=matrix, rounds=True),
+        Operation(Kind.ATTEND, (4, 2, 64, 64), View(2, 0, last), View(1, 0, (0, 64, 1, 0)), number=0.1),
+        Operation(Kind.ADD, (1, 1, 1, 512), View(3, 0, last), View(2, 0, last), View(0, 0, last), number=1.0),
+        Operation(Kind.COPY, (1, 1, 1, 512), View(3, 512, last), View(1, 0, last)),
+    ]
+    sizes = {0: 1024, 1: 2100, 2: 512, 3: 1024}
+    entries = {0: (0, View(0, 0, last)), 1: (len(operations), View(3, 0, last))}
+    line = Line(Recorded(operations, sizes, entries, None), torch.float32, 1024)
+    hidden = torch.randn(num_rows, 1024, generator=random)
+    of_rows = [(keys[row].data_ptr(), values[row].data_ptr(), count, count, count - 1) for row in range(num_rows)]
+    rows = Rows(hidden, range(num_rows), [number for row in of_rows for number in row], count)
+    before, outputs = torch.get_num_threads(), []
+    try:
+        for num_threads in (1, 2, 4):
+            torch.set_num_threads(num_threads)
+            outputs += [line.run(rows, 0, 1) for _ in range(5)]
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, outputs[0]) for one in outputs)
+    wanted = functional.linear(hidden, matrix.dequantize(0, 2100))
+    assert (outputs[0][:, 512:] - wanted[:, :512]).abs().max() <= 2**-6 * wanted.abs().max()
 
 
 FUNCTIONS = {

@@ -86,6 +86,14 @@ def test_each_expert_has_its_own_importance() -> None:
         assert torch.equal(quantize(weight, kind, importance), torch.stack(apart))
 
 
+@pytest.mark.parametrize(("kind", "limit"), [(7, 0.01), (13, 0.02)], ids=["Q5_1", "Q5_K"])
+@pytest.mark.parametrize("before", [6, 12], ids=["Q5_0", "Q4_K"])
+def test_steps_of_fewer_bits_are_found_again(before: int, kind: int, limit: float) -> None:
+    """Many checkpoints in 16 bits were in fewer bits before. Rounding never rounded weights gives 0.034."""
+    once = _again(_normal(), before)
+    assert _error(_again(once, kind), once) < limit
+
+
 def test_a_weight_beyond_float16_is_no_infinity() -> None:
     for kind in KIND_IDS:
         assert _again(torch.full((1, 256), 1e30), kind).isfinite().all()

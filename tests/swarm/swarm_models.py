@@ -1,5 +1,6 @@
 """Models for tests with real servers, and how a swarm's answers are compared with the local model's."""
 
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -8,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 from typing import Any
+from urllib.request import urlopen
 
 import torch
 from safetensors.torch import save_file
@@ -15,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from swarmllm import AutoDistributedModel, ClientConfig
+from swarmllm.demo.local_swarm import LocalServer
 
 NUM_BLOCKS = 8
 EVERYTHING = (0, NUM_BLOCKS)
@@ -95,6 +98,16 @@ def assert_same_tokens(model: Any, local: PreTrainedModel, ids: Tensor, **option
     generated = generate_seeded(model, ids, **options)
     assert generated.tolist() == expected.tolist()
     return generated
+
+
+def metric(server: LocalServer, name: str) -> float:
+    """A metric of a server with `metrics_port=0`, as Prometheus reads it."""
+    address = re.search(r"metrics are at (http://\S+)", server.log_path.read_text())
+    assert address is not None
+    with urlopen(address[1], timeout=120) as answer:
+        value = re.search(rf"^swarmllm_server_{name} (\S+)$", answer.read().decode(), re.MULTILINE)
+    assert value is not None, f"no metric {name}"
+    return float(value[1])
 
 
 def names(route: Iterable[Any]) -> list[str]:

@@ -194,6 +194,25 @@ async def test_streams_in_use_leave_the_daemons(server: Peer, client: Peer, dire
     await wait_until(lambda: not server.num_direct_streams)
 
 
+async def test_many_streams_leave_the_daemons_at_once(server: Peer, client: Peer) -> None:
+    mistakes: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: mistakes.append(context))
+    await server.serve_streams(polite_echo)
+
+    async def use(number: int) -> None:
+        stream = await used(server, client, None if number % 2 else "")
+        for size in range(10, 22, 2):
+            await stream.send(MessageType.STEP, {"id": size}, [bytes([number]) * (1 << size)])
+            message = await stream.receive()
+            assert (message.header, message.payload) == ({"id": size}, bytes([number]) * (1 << size))
+        await stream.close()
+
+    await asyncio.gather(*map(use, range(12)))
+    await wait_until(lambda: not server.num_streams)
+    asyncio.get_running_loop().set_exception_handler(None)
+    assert not mistakes
+
+
 @pytest.mark.parametrize("side", ["server", "client"])
 async def test_direct_connections_can_be_switched_off(new_peer: NewPeer, side: str) -> None:
     server = await new_peer(direct_port=0 if side == "server" else None)

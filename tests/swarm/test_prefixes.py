@@ -1,14 +1,12 @@
 """Clients with the same prompt: servers compute it once, and everybody gets the same tokens."""
 
 import asyncio
-import re
 from pathlib import Path
-from urllib.request import urlopen
 
 import pytest
 import torch
 from raw_peer import RawPeers
-from swarm_models import NUM_BLOCKS, OPTIONS, assert_same_tokens, connected, prompt
+from swarm_models import NUM_BLOCKS, OPTIONS, assert_same_tokens, connected, metric, prompt
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -20,18 +18,8 @@ LENGTH = 512
 SPANS = [(0, 3), (3, NUM_BLOCKS)]
 
 
-def counter(server: LocalServer, name: str) -> float:
-    """A counter of the server, as Prometheus reads it."""
-    address = re.search(r"metrics are at (http://\S+)", server.log_path.read_text())
-    assert address is not None
-    with urlopen(address[1], timeout=120) as answer:
-        value = re.search(rf"^swarmllm_server_{name} (\S+)$", answer.read().decode(), re.MULTILINE)
-    assert value is not None, f"no counter {name}"
-    return float(value[1])
-
-
 def reused(server: LocalServer) -> float:
-    return counter(server, "reused_tokens_total")
+    return metric(server, "reused_tokens_total")
 
 
 def test_the_same_prompt_is_computed_once(llama: Path, local: PreTrainedModel) -> None:
@@ -91,4 +79,4 @@ def test_the_flag_switches_it_off(llama: Path, local: PreTrainedModel) -> None:
             with connected(llama, swarm.initial_peers) as model:
                 assert_same_tokens(model, local, prompt(length=128), max_new_tokens=2)
         (server,) = swarm.servers
-        assert reused(server) == counter(server, "prefix_cache_bytes") == 0
+        assert reused(server) == metric(server, "prefix_cache_bytes") == 0

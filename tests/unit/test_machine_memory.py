@@ -125,3 +125,17 @@ def test_all_that_is_sized_by_memory_keeps_to_the_limit(tree: Tree) -> None:
     assert server_device.usable_bytes(cpu, "50%") == MAX_MESSAGE_BYTES * 4
     assert Intake()._max_bytes == MAX_MESSAGE_BYTES * 2
     assert decode_ms(MAX_MESSAGE_BYTES * 8) is None
+
+
+def test_short_lived_tensors_use_the_heap_while_weights_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    loading, afterwards = machine_memory.WHILE_LOADING_BYTES, machine_memory.AFTERWARDS_BYTES
+    limits: list[int] = []
+    monkeypatch.setattr(machine_memory, "_allocate_pages_from", limits.append)
+    monkeypatch.setattr(machine_memory, "return_free_memory", lambda: None)
+    with machine_memory.reused_heap():
+        assert limits == []  # glibc's own limit counts
+    with machine_memory.separate_weights():
+        with pytest.raises(ZeroDivisionError), machine_memory.reused_heap():
+            raise ZeroDivisionError
+        assert limits == [loading, afterwards, loading]
+    assert limits[3:] == [afterwards]

@@ -56,16 +56,17 @@ class BlocksConfig(ModelConfig):
     activations: str = "none"
     """Rounding of the inputs of quantized weights in sessions: auto, none or int8. "none" multiplies them as they are.
     "int8" rounds them to 8 bits, token by token in groups of 32, on CPUs. Prompts and several sessions are computed up
-    to twice as fast then; docs/hosting-rare.md says what it costs. "auto" = int8 on processors with VNNI. Forwards
-    without a session, which trainings use, never round."""
+    to twice as fast then; docs/hosting-rare.md says what it costs. "auto" = on processors with VNNI, for
+    weights that gain by it. Forwards without a session, which trainings use, never round."""
     device: tuple[str, ...] = ("auto",)
     """Torch devices; auto = all GPUs if there are any, else cpu. Each of several devices gets a server process of its
     own, with an equal share of the blocks. `num_blocks` and `block_indices` count for all devices together, all other
     settings for each of them. Each process takes the next port."""
     tensor_parallel: int = 1
-    """Number of devices that compute each block together. Each has some rows of its matrices, and a process of its own.
-    `--device` names that many devices for each server, or cpu once. Use it for blocks that one device can't hold, or
-    reads too slowly. The first device runs everything else, and has the KV cache."""
+    """Number of devices that compute each block together, each in a process of its own. A device has some attention
+    heads with their KV cache, some features of each MLP, and parts of the other matrices; or parts of all matrices
+    only, where the blocks don't allow more. `--device` names that many devices for each server, or cpu once. Use it for
+    blocks that one device can't hold, or reads too slowly."""
     offload: int | None = 0
     """Number of blocks that are in the device's memory only while they compute. Before that, they are in host memory if
     the device is a GPU, on disk if it is a CPU. auto = as many of the requested blocks as don't fit. Steps then wait

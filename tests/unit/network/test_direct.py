@@ -17,13 +17,16 @@ from swarmllm.network.p2p.addresses import hosts_of
 from swarmllm.network.p2p.direct import DirectDialler, Door, _listen, _socket_beside, dial
 from swarmllm.network.wire.messages import DirectOffer
 
-BIG = 3 << 20
+BIG = 2 << 20
 
 
 @pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
 @pytest.mark.parametrize("where", ["over TLS", "on one machine"])
 def test_a_stream_that_is_used_moves(loop_factory: Callable[[], asyncio.AbstractEventLoop], where: str) -> None:
+    mistakes: list[dict[str, object]] = []
+
     async def run() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: mistakes.append(context))
         dialler, change = DirectDialler(), {"directory": ""} if where == "over TLS" else {"port": 1}
         async with opened_door() as door, greeted(door, dialler, change) as (client, server):
             assert client.offered is not None  # signs of life are no use
@@ -31,6 +34,10 @@ def test_a_stream_that_is_used_moves(loop_factory: Callable[[], asyncio.Abstract
             await wait_until(lambda: client.is_moved and server.is_moved)
             transport = client._transport
             assert (transport.get_extra_info("ssl_object") is not None) == (where == "over TLS")
+            if where == "over TLS":
+                for side in (client, server):  # small messages would wait for each other
+                    own = side._transport.get_extra_info("socket")
+                    assert own.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
             await use(client, server, BIG)
             await client.ping()
             assert client.offered is None
@@ -41,6 +48,7 @@ def test_a_stream_that_is_used_moves(loop_factory: Callable[[], asyncio.Abstract
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(run())
+    assert not mistakes
 
 
 @pytest.mark.parametrize(

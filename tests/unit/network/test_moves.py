@@ -8,6 +8,7 @@ import pytest
 from tests.raw_stream import RawStream
 
 from swarmllm.errors import PeerUnreachableError, RemoteProtocolError
+from swarmllm.network.wire import stream as stream_module
 from swarmllm.network.wire.frames import CHUNK_BYTES, MessageType, encode_message
 from swarmllm.network.wire.stream import FrameStream
 
@@ -173,7 +174,7 @@ async def test_a_connection_that_is_lost_ends_the_stream(streams: Streams, conne
         with pytest.raises(PeerUnreachableError):
             await server.receive()
     await server.gone
-    assert here[1].transport.is_closing()
+    await wait_until(here[1].transport.is_closing)
 
 
 async def test_an_ended_stream_moves_nowhere(streams: Streams, connection: Connection) -> None:
@@ -194,14 +195,22 @@ async def test_a_second_connection_is_refused(streams: Streams, move: Move, conn
     assert not client.closed
 
 
-async def test_what_comes_on_a_connection_that_was_left_ends_it(streams: Streams, connection: Connection) -> None:
-    """The side that followed waits until the other one closes it, and reads nothing more there."""
+async def test_a_peer_that_never_reads_keeps_no_second_connection(
+    streams: Streams, connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise each stream could hold two files."""
+    monkeypatch.setattr(stream_module, "STALL_TIMEOUT_S", 0.01)
     client, server = streams
-    _, here = await connection()
+    client.transport.pause_reading()
+    sending = asyncio.create_task(server.send(MessageType.STEP, {}, [bytes(BIG)]))
+    await wait_until(lambda: server.is_full)
     left = server.transport
+    server.resume_writing()  # as if it had just become a bit less
+    _, here = await connection()
     server.move(*here, first=False)
     client.transport.write(b"".join(encode_message(MessageType.MOVED, {})))
     await wait_until(lambda: server.is_moved)
-    client.transport.write(b"more")
-    await wait_until(left.is_closing)
+    await wait_until(lambda: left.is_closing() and not left.get_write_buffer_size())
     assert not server.closed
+    server.abort()
+    await asyncio.gather(sending, return_exceptions=True)

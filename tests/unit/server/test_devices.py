@@ -147,6 +147,7 @@ def test_identities_come_from_one(tmp_path: Path) -> None:
         ({"announce_maddrs": ("/ip4/1.2.3.4/tcp/5",)}, "name one --device"),
         ({"host_maddrs": ("/ip4/0.0.0.0/tcp/5",)}, "a port of its own"),
         ({"num_blocks": 4, "offload": 3}, "of 2 blocks, 3 can't be offloaded"),
+        ({"direct_port": 65535}, "direct_port must be 0 to 65535, not 65536"),
         ({"metrics_port": 65535}, "metrics_port must be 0 to 65535, not 65536"),
         ({"port": 40001, "metrics_port": 40002}, "overlap"),
         ({"port": 40002, "metrics_port": 40001}, "overlap"),

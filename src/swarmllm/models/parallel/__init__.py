@@ -1,13 +1,14 @@
-"""One server's matrices on several devices (tensor parallelism): each process has some rows of each.
+"""One server's matrices on several devices (tensor parallelism): each process has a part of each.
 
-The server's process runs the model's own code, with its caches, sessions and adapters, as without them. Only products
-by a matrix ask the *followers*, processes that hold rows of matrices and nothing else. So no state of a session is kept
-in several places, in any architecture, and an error between two products doesn't concern them.
+There are two ways. In *steps*, all processes run the same blocks, each with its own attention heads, features and KV
+caches, and exchange what they have at the end of each half of a block (`span/together`). Or the server's process runs
+the model's own code, with its caches and adapters, as without followers, and products by a matrix ask the followers to
+multiply. That works for all architectures and calls.
 
-shared       matrices whose rows are spread, in the place of a block's weights; the group of followers
+shared       matrices whose parts are spread, in the place of a block's weights; the group of followers
 follower     the program of a follower
-exchange     shared by both ends: tensors on their way, the group of processes, weights as they are
+exchange     shared by both ends: messages and their way, weights as they are
 
-Used by `span/loading`. A matrix is cut by its output features. So each output is the same sum as in one process, and
-the outputs are put side by side.
+Used by `span/loading` and `span/together`. A matrix is cut by its output features, so that each output is the same sum
+as in one process; or, if it ends a half of a block, by its input features, and the processes' sums are added.
 """

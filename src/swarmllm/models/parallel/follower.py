@@ -1,101 +1,155 @@
-"""`python -m swarmllm.models.parallel.follower`: holds rows of matrices, and multiplies by them on command.
+"""`python -m swarmllm.models.parallel.follower`: holds parts of matrices, and multiplies by them on command.
 
-`shared` starts it. Standard input brings commands, standard output takes reports: pipes to the server. A follower ends
-when they close, or on Linux when its parent dies, so that no follower outlives its server.
+`shared` starts it. Standard input is a socket to the server. A follower ends when it closes, or on Linux when its
+parent dies, so that no follower outlives its server.
+
+It also holds objects that the server's process has created here: a copy of the blocks, and the sessions' caches for
+its heads. It knows nothing about them: a `Call` names the object and the method.
 """
 
 import ctypes
 import gc
 import os
 import signal
+import socket
 import sys
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from swarmllm.models.parallel.exchange import (
-    FAILED,
-    OK,
-    GroupCommand,
-    Plain,
+    Abandon,
+    Call,
+    Dequantize,
+    Done,
+    Failure,
+    Held,
+    Keep,
+    Link,
+    MatrixName,
+    Multiply,
+    MultiplyTransposed,
     SharedPart,
+    are_mutual,
     connected,
-    receive,
-    receive_weight,
+    multiplied,
 )
+from swarmllm.models.parallel.shared import SharedMatrix
 from swarmllm.models.quantization.packed import Packed
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
+class _AbandonedError(Exception):
+    """The step has failed elsewhere."""
+
+
 class Follower:
-    """One follower, and the rows that it holds."""
+    """One follower, and all that it holds."""
 
-    def __init__(self, group: Any, device: torch.device, reports: Connection) -> None:
-        self._group, self._device, self._reports = group, device, reports
-        self._weights: dict[int, tuple[Packed, Tensor | None]] = {}
+    is_stepping = True
+    """`shared.SharedMatrix` asks; a follower multiplies in steps only."""
+
+    def __init__(self, link: Link, rank: int, size: int) -> None:
+        self.rank = rank
+        self._link, self._size = link, size
+        link.find = self._find
+        self._weights: dict[int, Keep] = {}
         self._inputs = torch.empty(0)
+        self._objects: dict[int, Any] = {}
 
-    def obey(self, command: GroupCommand) -> None:
+    def obey(self, command: object) -> None:
         """Obey a command.
 
         Raises:
-            Exception: there is no server any more to report an error to.
+            Exception: there is no server any more to report an error to, or the two differ now.
         """
-        match command.kind:
-            case "keep":
-                assert command.recipe is not None
-                self._weights[command.parts[0].number] = receive_weight(self._group, command.recipe, self._device)
-                return
-            case "multiply":
-                shape, itemsize = self._take_inputs(command), command.dtype.itemsize
-            case "multiply_transposed":
-                packed = self._matrix(command.parts[0])
-                self._inputs = receive(
-                    self._group, (command.rows, packed.shape[0]), command.dtype, self._device, sender=0
-                )
-                shape, itemsize = (command.rows, packed.shape[1]), command.dtype.itemsize
-            case "dequantize":
-                packed = self._matrix(command.parts[0])
-                shape, itemsize = tuple(packed.shape), packed.dtype.itemsize
-        answer = torch.zeros(torch.Size(shape).numel() * itemsize + 1, dtype=torch.uint8, device=self._device)
+        match command:
+            case Keep():
+                self._weights[command.number] = command
+            case Multiply():
+                self._answer(lambda: self._products(command))
+            case MultiplyTransposed():
+                self._answer(lambda: self._matrix(command.part)[0].multiply_transposed(command.grads))
+            case Dequantize():
+                self._answer(self._matrix(command.part)[0].dequantize)
+            case Call():
+                self._call(command)
+
+    def exchanged(self, own: Tensor, most_bytes: int, combine: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
+        """See `shared.Group.exchanged`: small products of two processes are combined in both, in the same order."""
+        self._link.send(own)
+        received = self._link.receive()
+        if isinstance(received, Abandon):
+            raise _AbandonedError
+        assert isinstance(received, Tensor)
+        return combine([received, own]) if are_mutual(self._size, own, most_bytes) else received
+
+    def _call(self, call: Call) -> None:
+        for number in call.dropped:
+            self._objects.pop(number, None)
+        method = call.target if call.method == "__call__" else getattr(call.target, call.method)
+        if call.is_step:
+            self._step(lambda: method(*call.args, **call.kwargs))
+            return
+        if call.answers:
+            self._answer(lambda: self._result(call, method))
+        else:
+            self._result(call, method)
+
+    def _result(self, call: Call, method: Callable[..., object]) -> object:
+        result = method(*call.args, **call.kwargs)
+        if call.result is None:
+            return result
+        self._objects[call.result] = result
+        return Done()
+
+    def _step(self, run: Callable[[], object]) -> None:
         try:
-            value = self._value(command)
-            answer[:-1].view(value.dtype).view(shape).copy_(value)
-            answer[-1] = OK
+            run()
+        except _AbandonedError:
+            pass
+        except (OSError, EOFError):
+            raise
         except Exception as error:  # noqa: BLE001 - whoever asked is told, and the others who ask are served
-            answer[-1] = FAILED
-            self._reports.send(f"{type(error).__name__}: {str(error).strip()[:300]}")
-        self._group.send([answer], 0, 0).wait()
+            self._link.send(_failure(error))
+            return
+        self._link.send(Done())
 
-    def _take_inputs(self, command: GroupCommand) -> tuple[int, ...]:
-        matrices = [self._matrix(part) for part in command.parts]
-        if command.is_new:
-            self._inputs = torch.empty(command.rows, matrices[0].shape[1], dtype=command.dtype, device=self._device)
-            self._group.broadcast(self._inputs.view(-1).view(torch.uint8), 0).wait()
-        return command.rows, sum(matrix.shape[0] for matrix in matrices)
+    def _answer(self, compute: Callable[[], object]) -> None:
+        try:
+            answer = compute()
+        except Exception as error:  # noqa: BLE001 - whoever asked is told, and the others who ask are served
+            answer = _failure(error)
+        self._link.send(answer)
 
-    def _value(self, command: GroupCommand) -> Tensor:
-        if command.kind == "dequantize":
-            return self._matrix(command.parts[0]).dequantize()
-        if command.kind == "multiply_transposed":
-            return self._matrix(command.parts[0]).multiply_transposed(self._inputs)
-        products = [multiplied(self._matrix(part), self._bias(command, part), self._inputs) for part in command.parts]
-        return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
+    def _products(self, command: Multiply) -> tuple[Tensor, ...]:
+        if command.inputs is not None:
+            self._inputs = command.inputs
+        products = []
+        for part in command.parts:
+            packed, bias, columns = self._matrix(part)
+            inputs = self._inputs if columns is None else self._inputs[:, slice(*columns)].contiguous()
+            products.append(multiplied(packed, bias if command.is_biased else None, inputs))
+        return tuple(products)
 
-    def _matrix(self, part: SharedPart) -> Packed:
-        packed = self._weights[part.number][0]
-        return packed if part.expert is None else packed[part.expert]
+    def _matrix(self, part: SharedPart) -> tuple[Packed, Tensor | None, tuple[int, int] | None]:
+        _, packed, bias, columns = self._weights[part.number]
+        return packed if part.expert is None else packed[part.expert], bias, columns
 
-    def _bias(self, command: GroupCommand, part: SharedPart) -> Tensor | None:
-        return self._weights[part.number][1] if command.is_biased else None
+    def _find(self, given: Any) -> Any:
+        """The object that stands here for one of the server's process."""
+        if isinstance(given, Held):
+            return self._objects[given.number]
+        assert isinstance(given, MatrixName)
+        own, bias, _ = self._matrix(given.part)
+        return SharedMatrix(given.dtype, given.part, own, bias, given.sizes, None, self, given.cut, given.is_paired)
 
 
-def multiplied(packed: Packed, bias: Tensor | None, inputs: Tensor) -> Tensor:
-    """`[tokens, in]` → `[tokens, some of out]`."""
-    return packed.multiply(inputs, bias) if isinstance(packed, Plain) else packed.multiply(inputs)
+def _failure(error: Exception) -> Failure:
+    return Failure(f"{type(error).__name__}: {str(error).strip()[:300]}")
 
 
 def die_with(parent: int) -> None:
@@ -108,19 +162,20 @@ def die_with(parent: int) -> None:
 
 def main(rank: int, size: int, directory: str, device_name: str, num_threads: int, timeout_s: float) -> None:
     """Obey until the server has gone."""
-    commands, reports = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
-    os.dup2(2, 1)  # prints of libraries are no reports
     device = torch.device(device_name)
+    link = Link(socket.socket(fileno=os.dup(0)), 0, device)
+    os.dup2(2, 1)  # prints of libraries are for the log
     if device.type == "cpu":
         torch.set_num_threads(num_threads)
-    reports.send("started")
-    follower = Follower(connected(rank, size, directory, device, timeout_s), device, reports)
-    reports.send("connected")
+    link.send("started")
+    link.group = connected(rank, size, directory, device, timeout_s)
+    follower = Follower(link, rank, size)
+    link.send("connected")
     gc.freeze()
     with torch.inference_mode():
         while True:
             try:
-                command = commands.recv()
+                command = link.receive()
             except EOFError:
                 return
             follower.obey(command)

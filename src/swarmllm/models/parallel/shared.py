@@ -1,22 +1,32 @@
-"""Matrices whose rows are spread over processes, in the place of a block's weights; and the group of these processes.
+"""Matrices whose parts are spread over processes, in the place of a block's weights; and the group of these processes.
 
-`span/loading` calls `share`. The server's device thread starts the followers, asks them to multiply, watches and ends
-them, as a `Group`. Each product takes one command, one broadcast of the inputs and one answer of each follower, while
-this process computes its own rows. Models multiply the same inputs by several matrices (queries, keys and values; gate
-and up). The group learns which ones, and asks for all of them at once the next time.
+`span/loading` calls `share`. The server's device thread starts the followers, asks them, watches and ends them, as a
+`Group`. There are two ways to multiply:
+
+    by command   this process runs the model. Each product takes a message with the inputs, and an answer of each
+                 follower, while this process computes its own part. Models multiply the same inputs by several matrices
+                 (queries, keys and values; gate and up). The group learns which ones, and asks for all of them at once
+                 the next time.
+    in a step    all processes run the same blocks (`span/together`). A product by a matrix that is cut by columns, or
+                 by one that has no pair, ends with an exchange.
+
+A pair is the matrices at both ends of half a block: each process has some output features of the first ones (for
+attention: whole heads), and computes with these alone until it multiplies by its columns of the last one. So half a
+block takes one exchange.
 
 A process that fails without reporting an error ends the whole group: `lost` says why, and every later call raises it.
 """
 
 import itertools
 import os
+import socket
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -29,19 +39,28 @@ from swarmllm.errors import GroupLostError
 from swarmllm.files import PrivateDirectory
 from swarmllm.models.architecture import find_blocks
 from swarmllm.models.parallel.exchange import (
-    FAILED,
     TIMEOUT_S,
-    GroupCommand,
+    Abandon,
+    Call,
+    Cut,
+    Dequantize,
+    Done,
+    Failure,
+    Held,
+    Keep,
+    Link,
+    MatrixName,
+    Multiply,
+    MultiplyTransposed,
     Plain,
     SharedPart,
+    added,
+    are_mutual,
     as_bytes,
     connected,
+    multiplied,
     own_copy,
-    send,
-    send_weight,
-    weight_recipe,
 )
-from swarmllm.models.parallel.follower import multiplied
 from swarmllm.models.quantization.loading import Whole
 from swarmllm.models.quantization.nf4 import TiledNf4
 from swarmllm.models.quantization.packed import TILE, Packed
@@ -51,22 +70,25 @@ from swarmllm.models.quantization.weight import QuantizedWeight
 T = TypeVar("T")
 
 
-class Rows(Protocol):
-    """A matrix with some rows in each process."""
+class Shared(Protocol):
+    """A matrix with some rows, or columns, in each process."""
 
     @property
     def part(self) -> SharedPart: ...
 
     @property
     def own(self) -> Packed:
-        """This process's rows."""
+        """This process's part."""
 
     @property
     def own_bias(self) -> Tensor | None: ...
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Rows of each process."""
+        """Rows or columns of each process."""
+
+    @property
+    def cut(self) -> Cut: ...
 
 
 class Group:
@@ -86,10 +108,20 @@ class Group:
         """
         self.size = len(devices)
         self.device = devices[0]
+        self.rank = 0
         self.lost = ""
         """Why nothing can be computed any more."""
         self.num_bytes = [0] * self.size
-        """Memory of each process's rows."""
+        """Memory of each process's parts."""
+        self.is_stepping = False
+        """True while all processes run the same blocks."""
+        self._names: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        """Numbers of objects that followers hold copies of."""
+        self._num_objects = 0
+        self._dropped: deque[int] = deque()
+        """Numbers of those that are gone here; any thread may have dropped them."""
+        self._ended: set[int] = set()
+        """Followers that have failed in this step."""
         self._num_weights = 0
         self._sent: Tensor | None = None
         """The inputs that followers have."""
@@ -97,7 +129,7 @@ class Group:
         """The matrix that they were first multiplied by."""
         self._ready: dict[SharedPart, Tensor] = {}
         """Products of the present inputs that have been computed ahead."""
-        self._together: dict[SharedPart, list[Rows]] = {}
+        self._together: dict[SharedPart, list[Shared]] = {}
         """More matrices for the same inputs, by the matrix that is multiplied first."""
         self._followers: list[_Process] = []
         with PrivateDirectory() as private:
@@ -106,10 +138,11 @@ class Group:
             weakref.finalize(self, _end, list(self._followers))
             with self._failures_translated("didn't start"):
                 for follower in self._followers:
-                    follower.reports.recv()
-                self._group = connected(0, self.size, str(private.path), self.device, timeout_s)
+                    follower.link.receive(is_idle=True)
+                group = connected(0, self.size, str(private.path), self.device, timeout_s)
                 for follower in self._followers:  # they read that directory until they are connected
-                    follower.reports.recv()
+                    follower.link.receive()
+                    follower.link.group, follower.link.name = group, self.name
 
     @property
     def process_ids(self) -> list[int]:
@@ -133,24 +166,24 @@ class Group:
 
     # ------------------------------------------------------------------ what is asked
 
-    def keep(self, packed: Packed, sizes: Sequence[int], bias: Tensor | None) -> SharedPart:
-        """Give each follower its rows of a matrix, or of each of several, and of its bias."""
+    def keep(self, packed: Packed, sizes: Sequence[int], bias: Tensor | None, cut: Cut = "rows") -> SharedPart:
+        """Give each follower its part of a matrix, or of each of several, and of its bias."""
         part = SharedPart(self._num_weights)
         self._num_weights += 1
-        start = 0
-        for rank, size in enumerate(sizes):
-            rows, of_bias = packed.rows(start, start + size), None if bias is None else bias[start : start + size]
-            start += size
-            self.num_bytes[rank] += sum(tensor.nbytes for tensor in rows.tensors().values())
+        for rank in range(self.size):
+            own, of_bias, columns = part_of(packed, sizes, rank, cut), None, None
+            start = sum(sizes[:rank])
+            if cut == "columns":
+                columns = start, start + sizes[rank]
+            elif bias is not None:
+                of_bias = bias[start : start + sizes[rank]]
+            self.num_bytes[rank] += sum(tensor.nbytes for tensor in own.tensors().values())
             if rank:
                 with self._failures_translated():
-                    self._followers[rank - 1].commands.send(
-                        GroupCommand("keep", (part,), recipe=weight_recipe(rows, of_bias))
-                    )
-                    send_weight(self._group, rows, of_bias, rank)
+                    self._followers[rank - 1].link.send(Keep(part.number, own, of_bias, columns))
         return part
 
-    def multiply(self, matrix: Rows, inputs: Tensor, *, is_biased: bool) -> Tensor:
+    def multiply(self, matrix: Shared, inputs: Tensor, *, is_biased: bool) -> Tensor:
         """`[tokens, in]` → `[tokens, out]`."""
         inputs = inputs.detach().contiguous()
         is_new = not self._has(inputs)
@@ -170,28 +203,129 @@ class Group:
         self._ready |= {one.part: product for one, product in zip(matrices[1:], others, strict=True)}
         return first
 
-    def multiply_transposed(self, matrix: Rows, grads: Tensor) -> Tensor:
+    def multiply_transposed(self, matrix: Shared, grads: Tensor) -> Tensor:
         """`[tokens, out]` → `[tokens, in]`."""
         self._forget(None)
-        own, *theirs = torch.split_with_sizes(grads.detach(), list(matrix.sizes), dim=-1)
-        rows, columns = len(grads), matrix.own.shape[-1]
+        grads = grads.detach()
+        parts = [grads] * self.size
+        if matrix.cut == "rows":
+            parts = [part.contiguous() for part in torch.split_with_sizes(grads, list(matrix.sizes), dim=-1)]
         with self._failures_translated():
-            self._tell(GroupCommand("multiply_transposed", (matrix.part,), rows, grads.dtype))
-            for rank, part in enumerate(theirs, 1):
-                send(self._group, part, rank)
-        shapes = [(rows, columns)] * len(theirs)
-        total, parts = self._answers(shapes, grads.dtype, lambda: matrix.own.multiply_transposed(own.contiguous()))
-        for part in parts:
-            total = total + part
-        return total
+            for follower, part in zip(self._followers, parts[1:], strict=True):
+                follower.link.send(MultiplyTransposed(matrix.part, part))
+        own, theirs = self._answers(lambda: matrix.own.multiply_transposed(parts[0]))
+        return torch.cat([own, *theirs], dim=-1) if matrix.cut == "columns" else _total([own, *theirs])
 
-    def dequantize(self, matrix: Rows, dtype: torch.dtype) -> Tensor:
+    def dequantize(self, matrix: Shared, dtype: torch.dtype) -> Tensor:
         """The whole matrix, here."""
+        self._tell(Dequantize(matrix.part))
+        own, parts = self._answers(matrix.own.dequantize)
+        return torch.cat([own, *parts], dim=-1 if matrix.cut == "columns" else -2).to(dtype)
+
+    # ------------------------------------------------------------------ objects that followers hold, and steps
+
+    def hold(self, value: Any, target: Any, method: str, *args: Any, **kwargs: Any) -> None:
+        """Have followers call a method of `target`; the result stands for `value` there, as long as it exists.
+
+        Raises:
+            RuntimeError: a follower can't make it.
+        """
+        number = self._num_objects
+        self._num_objects += 1
+        self._tell(Call(target, method, args, kwargs, number, answers=True, dropped=self._dropped_numbers()))
+        self._replies()
+        self._names[value] = number
+        weakref.finalize(value, self._dropped.append, number).atexit = False
+
+    def is_held(self, value: Any) -> bool:
+        """True if followers have something that stands for this object."""
+        return value in self._names
+
+    def call(self, target: Any, method: str, *args: Any) -> None:
+        """Have followers call a method of an object that they hold."""
+        self._tell(Call(target, method, args, {}, dropped=self._dropped_numbers()))
+
+    def call_each(self, target: Any, method: str, arguments: Sequence[tuple[Any, ...]]) -> None:
+        """The same with other arguments for each follower."""
+        dropped = self._dropped_numbers()
         with self._failures_translated():
-            self._tell(GroupCommand("dequantize", (matrix.part,)))
-        shapes = [(size, matrix.own.shape[-1]) for size in matrix.sizes[1:]]
-        own, parts = self._answers(shapes, matrix.own.dtype, matrix.own.dequantize)
-        return torch.cat([own, *parts]).to(dtype)
+            for follower, args in zip(self._followers, arguments, strict=True):
+                follower.link.send(Call(target, method, args, {}, dropped=dropped))
+
+    def ask(self, target: Any, method: str, *args: Any) -> list[Any]:
+        """Return each follower's result of such a call.
+
+        Raises:
+            RuntimeError: a follower has failed.
+        """
+        self._tell(Call(target, method, args, {}, answers=True, dropped=self._dropped_numbers()))
+        return self._replies()
+
+    @contextmanager
+    def step(self, target: Any, method: str, *args: Any) -> Iterator[None]:
+        """Within: followers run the same method, and products are exchanged; this process runs it in the block.
+
+        Raises:
+            RuntimeError: a follower has failed. What the step has changed is in an undefined state, as if it had failed
+            here.
+        """
+        self._tell(Call(target, method, args, {}, is_step=True, dropped=self._dropped_numbers()))
+        self.is_stepping, self._ended = True, set()
+        try:
+            yield
+        except BaseException:
+            if not self.lost:
+                self._tell(Abandon())
+                self._end_step()
+            raise
+        else:
+            if failures := self._end_step():
+                raise RuntimeError("; ".join(failures))
+        finally:
+            self.is_stepping = False
+
+    def exchanged(self, own: Tensor, most_bytes: int, combine: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
+        """Combine the products of all processes, which are of at most so many bytes, and give each the result."""
+        is_mutual = are_mutual(self.size, own, most_bytes)
+        if is_mutual:
+            self._tell(own)
+        parts = [own]
+        for follower in self._followers:
+            with self._failures_translated():
+                part = follower.link.receive()
+            if isinstance(part, Failure):
+                self._ended.add(follower.rank)
+                raise RuntimeError(f"follower {follower.rank}: {part.reason}")
+            parts.append(part)
+        whole = combine(parts)
+        if not is_mutual:
+            self._tell(whole)
+        return whole
+
+    def _end_step(self) -> list[str]:
+        """Wait until followers have ended the step, whatever they send before; their reasons for failing."""
+        failures = []
+        with self._failures_translated():
+            for follower in self._followers:
+                answer: Any = None if follower.rank not in self._ended else Done()
+                while not isinstance(answer, Done | Failure):
+                    answer = follower.link.receive()
+                if isinstance(answer, Failure):
+                    failures.append(f"follower {follower.rank}: {answer.reason}")
+        return failures
+
+    def _dropped_numbers(self) -> tuple[int, ...]:
+        return tuple(self._dropped.popleft() for _ in range(len(self._dropped)))
+
+    def name(self, value: Any) -> Any:
+        """The object that stands for this one in messages; None: it is sent itself."""
+        if isinstance(value, SharedMatrix):
+            return MatrixName(value.dtype, value.part, value.sizes, value.cut, value.is_paired)
+        try:
+            number = self._names.get(value)
+        except TypeError:  # it has no hash, or can't be referred to weakly
+            return None
+        return None if number is None else Held(number)
 
     # ------------------------------------------------------------------ how
 
@@ -213,51 +347,55 @@ class Group:
             self._ready = {}
         self._sent = None if inputs is None else inputs.clone()
 
-    def _products(self, matrices: Sequence[Rows], inputs: Tensor, *, is_new: bool, is_biased: bool) -> list[Tensor]:
-        rows = len(inputs)
-        with self._failures_translated():
-            parts = tuple(matrix.part for matrix in matrices)
-            self._tell(GroupCommand("multiply", parts, rows, inputs.dtype, is_new, is_biased))
-            if is_new:
-                self._group.broadcast(as_bytes(inputs), 0).wait()
-        widths = [[matrix.sizes[rank] for matrix in matrices] for rank in range(self.size)]
+    def _products(self, matrices: Sequence[Shared], inputs: Tensor, *, is_new: bool, is_biased: bool) -> list[Tensor]:
+        parts = tuple(matrix.part for matrix in matrices)
+        self._tell(Multiply(parts, inputs if is_new else None, is_biased))
 
         def compute() -> list[Tensor]:
-            return [multiplied(one.own, one.own_bias if is_biased else None, inputs) for one in matrices]
+            return [
+                multiplied(
+                    one.own,
+                    one.own_bias if is_biased else None,
+                    inputs if one.cut == "rows" else inputs[:, : one.sizes[0]].contiguous(),
+                )
+                for one in matrices
+            ]
 
-        own, answers = self._answers([(rows, sum(width)) for width in widths[1:]], inputs.dtype, compute)
-        theirs = [
-            torch.split_with_sizes(answer, width, dim=-1) for answer, width in zip(answers, widths[1:], strict=True)
-        ]
-        return [torch.cat([product, *others], dim=-1) for product, *others in zip(own, *theirs, strict=True)]
+        own, answers = self._answers(compute)
+        products = zip(own, *answers, strict=True)
+        return [combined(matrix.cut, parts) for matrix, parts in zip(matrices, products, strict=True)]
 
-    def _answers(
-        self, shapes: Sequence[tuple[int, int]], dtype: torch.dtype, compute: Callable[[], T]
-    ) -> tuple[T, list[Tensor]]:
+    def _replies(self) -> list[Any]:
+        """Each follower's answer.
+
+        Raises:
+            RuntimeError: some have failed.
+        """
+        with self._failures_translated():
+            answers = [follower.link.receive() for follower in self._followers]
+        failures = [f"follower {rank}: {one.reason}" for rank, one in enumerate(answers, 1) if isinstance(one, Failure)]
+        if failures:
+            raise RuntimeError("; ".join(failures))
+        return answers
+
+    def _answers(self, compute: Callable[[], T]) -> tuple[T, list[Any]]:
         """The results of this process, and the answers of all followers; it waits for the answers in any case."""
-        failures = []
+        answers: list[Any] = []
         try:
             with torch.inference_mode(False), torch.no_grad():
                 own = compute()
         finally:
-            answers = []
-            for rank, shape in enumerate(shapes, 1):
-                num_bytes = torch.Size(shape).numel() * dtype.itemsize
-                with torch.inference_mode(False):
-                    answer = torch.empty(num_bytes + 1, dtype=torch.uint8, device=self.device)
-                with self._failures_translated():
-                    self._group.recv([answer], rank, 0).wait()
-                    if answer[-1] == FAILED:
-                        failures.append(f"follower {rank}: {self._followers[rank - 1].reports.recv()}")
-                answers.append(answer[:-1].view(dtype).view(shape))
-        if failures:
-            self._forget(None)
-            raise RuntimeError("; ".join(failures))
+            try:
+                answers += self._replies()
+            except RuntimeError:
+                self._forget(None)
+                raise
         return own, answers
 
-    def _tell(self, command: GroupCommand) -> None:
-        for follower in self._followers:
-            follower.commands.send(command)
+    def _tell(self, message: object) -> None:
+        with self._failures_translated():
+            for follower in self._followers:
+                follower.link.send(message)
 
     @contextmanager
     def _failures_translated(self, what: str = "is gone or frozen") -> Iterator[None]:
@@ -284,32 +422,49 @@ class _Process:
         self, rank: int, size: int, directory: str, device: torch.device, num_threads: int, timeout_s: float
     ) -> None:
         self.rank = rank
-        arguments = (os.getpid(), rank, size, Path(directory), device, num_threads, timeout_s)
-        self.process: subprocess.Popen[bytes] = subprocess.Popen(
-            [sys.executable, "-m", "swarmllm.models.parallel.follower", *map(str, arguments)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the server; the server ends its followers
-        )
-        self.commands, self.reports = _Pipe(self.process.stdin), _Pipe(self.process.stdout)
-
-
-def _Pipe(stream: Any) -> Connection:  # noqa: N802
-    return Connection(os.dup(stream.fileno()))
+        here, there = socket.socketpair()
+        with there:
+            arguments = (os.getpid(), rank, size, Path(directory), device, num_threads, timeout_s)
+            self.process: subprocess.Popen[bytes] = subprocess.Popen(
+                [sys.executable, "-m", "swarmllm.models.parallel.follower", *map(str, arguments)],
+                stdin=there.fileno(),
+                start_new_session=True,  # Ctrl-C is for the server; the server ends its followers
+            )
+        self.link = Link(here, rank, device, timeout_s=timeout_s)
 
 
 def _end(followers: Sequence[_Process]) -> None:
     for follower in followers:
         follower.process.kill()  # also one that is frozen
         follower.process.wait()
-        for end in (follower.process.stdin, follower.process.stdout, follower.commands, follower.reports):
-            with suppress(OSError):
-                end.close()  # type: ignore[union-attr]
+        with suppress(OSError):
+            follower.link.close()
+
+
+def combined(cut: Cut, parts: Sequence[Tensor]) -> Tensor:
+    """A whole product, of the products of all processes."""
+    return torch.cat(list(parts), dim=-1) if cut == "rows" else added(parts)
+
+
+def _total(parts: Sequence[Tensor]) -> Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+class Member(Protocol):
+    """This process's place among those that multiply together: a `Group`, or a follower."""
+
+    rank: int
+    is_stepping: bool
+
+    def exchanged(self, own: Tensor, most_bytes: int, combine: Callable[[Sequence[Tensor]], Tensor]) -> Tensor: ...
 
 
 @dataclass(frozen=True, eq=False)
 class SharedMatrix(Packed):
-    """A matrix `[…, out, in]` with its first rows in this process."""
+    """A matrix `[…, out, in]` with some of its rows, or of its columns, in this process."""
 
     codes: None = field(init=False, default=None)  # type: ignore[assignment]
     scale: None = field(init=False, default=None)  # type: ignore[assignment]
@@ -320,11 +475,17 @@ class SharedMatrix(Packed):
     sizes: tuple[int, ...]
     bias: Tensor | None
     """The whole bias that followers have, too."""
-    group: Group
+    group: Any
+    """A `Group`; in a follower, a `Member`."""
+    cut: Cut = "rows"
+    is_paired: bool = False
+    """True for rows if each process goes on with its own outputs in a step."""
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((*self.own.shape[:-2], sum(self.sizes), self.own.shape[-1]))
+        *experts, rows, columns = self.own.shape
+        whole = sum(self.sizes)
+        return torch.Size((*experts, whole, columns) if self.cut == "rows" else (*experts, rows, whole))
 
     @property
     def device(self) -> torch.device:
@@ -340,29 +501,60 @@ class SharedMatrix(Packed):
         return Plain(self.dequantize(), self.dtype).split(rows)
 
     def linear(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
-        if inputs.shape[-1] != self.shape[-1]:
+        width = self.own.shape[-1] if self.group.is_stepping else self.shape[-1]
+        if inputs.shape[-1] != width:
             raise RuntimeError(f"inputs {list(inputs.shape)} don't fit a matrix {list(self.shape)}")
-        flat = inputs.reshape(-1, inputs.shape[-1])
+        flat = inputs.reshape(-1, width)
         is_biased = bias is not None and bias is self.bias
-        if torch.is_grad_enabled() and flat.requires_grad:
-            outputs: Tensor = _Product.apply(flat, self, is_biased)  # type: ignore[no-untyped-call]
+        if self.group.is_stepping:
+            outputs, is_biased = self._multiply_in_step(flat, bias), True
+        elif torch.is_grad_enabled() and flat.requires_grad:
+            outputs = _Product.apply(flat, self, is_biased)  # type: ignore[no-untyped-call]
         else:
             outputs = self.multiply(flat, is_biased)
         outputs = outputs.view(*inputs.shape[:-1], outputs.shape[-1])
         return outputs if bias is None or is_biased else outputs + bias
 
     def multiply(self, inputs: Tensor, is_biased: bool = False) -> Tensor:
+        if self.group.is_stepping:
+            return self._multiply_in_step(inputs, self.own_bias if is_biased else None)
         if len(inputs) == 0:
             return inputs.new_zeros(0, self.shape[-2])
-        return self.group.multiply(self, inputs, is_biased=is_biased or self.bias is None)
+        product: Tensor = self.group.multiply(self, inputs, is_biased=is_biased or self.bias is None)
+        return product
+
+    def _multiply_in_step(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
+        """The whole product; if others have its pairs, this process's part."""
+        rank, size = self.group.rank, self.sizes[self.group.rank]
+        if self.cut == "rows" and bias is not None and len(bias) != size:
+            bias = bias.narrow(0, sum(self.sizes[:rank]), size)
+        widest = max(self.sizes) if self.cut == "rows" else self.own.shape[-2]
+        most_bytes = len(inputs) * widest * inputs.dtype.itemsize
+        if self.cut == "columns":
+            whole: Tensor = self.group.exchanged(self._own_product(inputs, None), most_bytes, added)
+            return whole if bias is None else whole + bias
+        product = self._own_product(inputs, bias)
+        return product if self.is_paired else self.group.exchanged(product, most_bytes, _beside)
+
+    def _own_product(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
+        if len(inputs) == 0:
+            return inputs.new_zeros(0, self.own.shape[-2])
+        product = multiplied(self.own, bias, inputs)
+        return product if bias is None or isinstance(self.own, Plain) else product + bias
 
     def multiply_transposed(self, grads: Tensor) -> Tensor:
-        return self.group.multiply_transposed(self, grads) if len(grads) else grads.new_zeros(0, self.shape[-1])
+        if len(grads) == 0:
+            return grads.new_zeros(0, self.shape[-1])
+        product: Tensor = self.group.multiply_transposed(self, grads)
+        return product
 
     def dequantize(self) -> Tensor:
+        if self.group.is_stepping:
+            raise RuntimeError("in a step, nobody has the whole matrix")
         if len(self.shape) > 2:
             return torch.stack([self[index].dequantize() for index in range(self.shape[0])])
-        return self.group.dequantize(self, self.dtype)
+        whole: Tensor = self.group.dequantize(self, self.dtype)
+        return whole
 
     def _rows(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
         return self.dequantize()[start:end].to(dtype)
@@ -375,6 +567,10 @@ class SharedMatrix(Packed):
 
     def _multiply_by_kernel(self, inputs: Tensor) -> Tensor:
         return self.multiply(inputs)
+
+
+def _beside(parts: Sequence[Tensor]) -> Tensor:
+    return combined("rows", parts)
 
 
 class _Product(torch.autograd.Function):
@@ -408,9 +604,19 @@ def is_rounded(packed: Packed) -> bool:
     return not isinstance(packed.own if isinstance(packed, SharedMatrix) else packed, Whole | Plain)
 
 
+@dataclass(frozen=True)
+class Place:
+    """The part of a matrix that each process has, if the matrix belongs to a pair."""
+
+    sizes: tuple[int, ...]
+    cut: Cut
+
+
 @torch.no_grad()
-def share(model: PreTrainedModel, group: Group) -> None:
-    """Spread the rows of all large matrices of the blocks; the followers' leave this process.
+def share(model: PreTrainedModel, group: Group, pairs: Mapping[str, Place] = {}) -> None:
+    """Spread all large matrices of the blocks; the followers' parts leave this process.
+
+    `pairs` names the modules whose matrices are cut otherwise than into about equally many rows.
 
     Raises:
         GroupLostError: a follower has gone.
@@ -420,49 +626,76 @@ def share(model: PreTrainedModel, group: Group) -> None:
     for path, module in list(model.named_modules()):
         if not f"{path}.".startswith(prefix):
             continue
-        for leaf, weight in [*module._parameters.items()]:
-            if weight is not None and may_be_packed(model, f"{path}.{leaf}"):
-                transposed = is_transposed(module)
-                whole = Plain(weight.data.mT if transposed else weight.data, weight.dtype)
-                _install(module, leaf, whole, group, transposed=transposed)
-        for leaf, part in [*module._modules.items()]:
-            if isinstance(part, QuantizedWeight) and not isinstance(part, SharedWeight):
-                _install(module, leaf, part.packed, group, transposed=part.transposed)
+        for leaf, weight in matrices_of(model, path, module).items():
+            _install(module, leaf, weight, group, pairs.get(path))
 
 
-def _install(module: nn.Module, leaf: str, packed: Packed, group: Group, *, transposed: bool) -> None:
-    if not all(_sizes(packed, group.size)):
+def matrices_of(model: PreTrainedModel, path: str, module: nn.Module) -> dict[str, QuantizedWeight]:
+    """The large matrices that a module of the blocks multiplies by."""
+    found = {}
+    for leaf, weight in module._parameters.items():
+        if weight is not None and may_be_packed(model, f"{path}.{leaf}"):
+            transposed = is_transposed(module)
+            whole = Plain(weight.data.mT if transposed else weight.data, weight.dtype)
+            found[leaf] = QuantizedWeight(whole, transposed=transposed)
+    packed = {leaf: part for leaf, part in module._modules.items() if isinstance(part, QuantizedWeight)}
+    return found | {leaf: part for leaf, part in packed.items() if not isinstance(part, SharedWeight)}
+
+
+def _install(module: nn.Module, leaf: str, weight: QuantizedWeight, group: Group, place: Place | None) -> None:
+    packed = weight.packed
+    if place is None and not all(_sizes(packed, group.size)):
         return
     bias = module._parameters.get("bias") if isinstance(module, nn.Linear | Conv1D) else None
     if not isinstance(packed, Plain):
         bias = None  # it is added to the product, here as in one process
-    matrix = spread(packed, bias, group)
+    put(module, leaf, SharedWeight(spread(packed, bias, group, place), transposed=weight.transposed))
+
+
+def put(module: nn.Module, leaf: str, weight: nn.Module) -> None:
+    """Replace a module's parameter, or a weight in its place."""
     module._parameters.pop(leaf, None)
     module._modules.pop(leaf, None)
-    module.add_module(leaf, SharedWeight(matrix, transposed=transposed))
+    module.add_module(leaf, weight)
 
 
-def spread(packed: Packed, bias: Tensor | None, group: Group) -> SharedMatrix:
-    """The same matrix with some rows in each process of the group.
+def spread(packed: Packed, bias: Tensor | None, group: Group, place: Place | None = None) -> SharedMatrix:
+    """The same matrix with a part in each process of the group.
 
     Raises:
         GroupLostError: a follower has gone.
     """
-    sizes = _sizes(packed, group.size)
-    part = group.keep(packed, sizes, None if bias is None else bias.detach())
-    own = packed.rows(0, sizes[0])
-    own = type(own)(**{name: own_copy(tensor) for name, tensor in own.tensors().items()}, dtype=own.dtype)
+    is_paired = place is not None
+    place = place or Place(_sizes(packed, group.size), "rows")
+    sizes, cut = place.sizes, place.cut
+    if cut == "columns":
+        bias = None  # it is added to the sum
+    part = group.keep(packed, sizes, None if bias is None else bias.detach(), cut)
     own_bias = None if bias is None else bias.detach()[: sizes[0]].clone()
-    return SharedMatrix(packed.dtype, part, own, own_bias, sizes, bias, group)
+    own = part_of(packed, sizes, 0, cut)
+    return SharedMatrix(packed.dtype, part, own, own_bias, sizes, bias, group, cut, is_paired)
+
+
+def part_of(packed: Packed, sizes: Sequence[int], rank: int, cut: Cut) -> Packed:
+    """A process's part of a matrix, in memory of its own.
+
+    Raises:
+        ValueError: the weights of other columns belong to the same groups.
+    """
+    start = sum(sizes[:rank])
+    take = packed.rows if cut == "rows" else packed.columns
+    part = take(start, start + sizes[rank])
+    return type(part)(**{name: own_copy(tensor) for name, tensor in part.tensors().items()}, dtype=part.dtype)
 
 
 def _sizes(packed: Packed, num_processes: int) -> tuple[int, ...]:
     """Rows of each process: as equal as can be, in whole tiles where kernels want them."""
     rows = packed.shape[-2]
     unit = TILE if isinstance(packed, TiledNf4) or (rows % TILE == 0 and rows >= TILE * num_processes) else 1
-    return tuple(_counts(rows // unit, num_processes, unit))
+    return counts(rows // unit, num_processes, unit)
 
 
-def _counts(units: int, num_processes: int, unit: int) -> Sequence[int]:
+def counts(units: int, num_processes: int, unit: int) -> tuple[int, ...]:
+    """Features of each process, in whole units of this many; as equal as can be."""
     ends = [rank * units // num_processes for rank in range(num_processes + 1)]
-    return [(end - start) * unit for start, end in itertools.pairwise(ends)]
+    return tuple((end - start) * unit for start, end in itertools.pairwise(ends))

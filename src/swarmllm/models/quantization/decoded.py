@@ -124,9 +124,8 @@ class Decoded(Packed):
     def _matrix(self) -> kernels.Matrix:
         """This matrix, as the kernels want it."""
 
-    @property
-    def can_round_inputs(self) -> bool:
-        return self._in_kernels and super().can_round_inputs
+    def can_round_inputs(self, *, faster: bool = False) -> bool:
+        return self._in_kernels and super().can_round_inputs(faster=faster)
 
     @abstractmethod
     def _decoded(self, rows: dict[str, Tensor]) -> Tensor:
@@ -139,6 +138,12 @@ class Decoded(Packed):
 
     def _output_scale(self) -> None:
         return None
+
+    def _row_bytes(self, dtype: torch.dtype) -> int:
+        """Rows are decoded to float32 first. Measured (5632×2048, q8_0, 128 inputs, bfloat16): 11 ms if both fit into
+        the cache, 13 to 18 if not."""
+        first = 0 if dtype.itemsize >= torch.float32.itemsize else torch.float32.itemsize
+        return super()._row_bytes(dtype) + self.shape[1] * first
 
     def _kernel_takes(self, inputs: Tensor) -> bool:
         return self._in_kernels and kernels_take(inputs)
@@ -181,6 +186,10 @@ class KBit(Decoded):
     @property
     def shape(self) -> torch.Size:
         return torch.Size((*self.codes.shape[:-1], self.scale.shape[-1] * GROUP))
+
+    @property
+    def _columns_together(self) -> int:
+        return GROUP
 
     @property
     def bits(self) -> float:
@@ -390,6 +399,10 @@ class GgufBlocks(Decoded):
     def shape(self) -> torch.Size:
         _, weights, size = KINDS[self.kind]
         return torch.Size((*self.codes.shape[:-1], self.codes.shape[-1] // size * weights))
+
+    @property
+    def _columns_together(self) -> int:
+        return KINDS[self.kind][1]
 
     def tensors(self) -> dict[str, Tensor]:
         return {"codes": self.codes}

@@ -597,8 +597,9 @@ void OF_VERSION(multiply_rounded)(const weight *w, int64_t start, int64_t end, c
         for (int64_t first = 0; first < num_inputs; first += INPUTS_AT_ONCE) {
             int64_t num = num_inputs - first < INPUTS_AT_ONCE ? num_inputs - first : INPUTS_AT_ONCE;
             const rounded_piece *from = (const rounded_piece *)rounded + first * step;
-            for (int64_t row = start; row < stop; row += ROWS_AT_ONCE) {
-                int64_t rows = stop - row < ROWS_AT_ONCE ? stop - row : ROWS_AT_ONCE;
+            int64_t most = num == 1 ? TILE_ROWS : ROWS_AT_ONCE, rows; /* one wants few rows of memory at once */
+            for (int64_t row = start; row < stop; row += rows) {
+                rows = stop - row < most ? stop - row : most;
                 multiply_some_rows(w, row, rows, from, num, outputs + first * stride, stride);
             }
         }

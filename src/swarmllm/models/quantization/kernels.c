@@ -9,8 +9,10 @@ void swarmllm_multiply_3(const weight *, int64_t, int64_t, const float *, int64_
 void swarmllm_multiply_4(const weight *, int64_t, int64_t, const float *, int64_t, float *, int64_t);
 void swarmllm_dequantize_3(const weight *, int64_t, int64_t, float *);
 void swarmllm_dequantize_4(const weight *, int64_t, int64_t, float *);
-void swarmllm_step_3(const step *);
-void swarmllm_step_4(const step *);
+void swarmllm_step_3(step *);
+void swarmllm_step_4(step *);
+void swarmllm_help_3(step *, int64_t);
+void swarmllm_help_4(step *, int64_t);
 #endif
 
 /* By which kernels.py sees whether it was written for what has been compiled. */
@@ -55,7 +57,7 @@ void swarmllm_dequantize(int64_t level, const weight *w, int64_t start, int64_t 
     swarmllm_dequantize_1(w, start, end, out);
 }
 
-void swarmllm_step(int64_t level, const step *s) {
+void swarmllm_step(int64_t level, step *s) {
 #ifdef WIDER
     if (level >= 3) {
         (level == 3 ? swarmllm_step_3 : swarmllm_step_4)(s);
@@ -63,4 +65,15 @@ void swarmllm_step(int64_t level, const step *s) {
     }
 #endif
     swarmllm_step_1(s);
+}
+
+/* For other threads, while the step runs. */
+void swarmllm_help(int64_t level, step *s, int64_t thread) {
+#ifdef WIDER
+    if (level >= 3) {
+        (level == 3 ? swarmllm_help_3 : swarmllm_help_4)(s, thread);
+        return;
+    }
+#endif
+    swarmllm_help_1(s, thread);
 }

@@ -313,8 +313,10 @@ def observed_squares(block: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def round_inputs(modules: Iterable[nn.Module]) -> None:
+def round_inputs(modules: Iterable[nn.Module], *, if_faster: bool = False) -> None:
     """Let all quantized weights that can do so round their inputs to 8 bits, for products without gradients.
+
+    `if_faster`: only those that gain by it. That follows from their shapes, so it is the same on all such machines.
 
     All products of such a weight round, whatever number of inputs they have: so a text that is computed again, in other
     pieces or beside other texts, has the same tokens.
@@ -324,7 +326,7 @@ def round_inputs(modules: Iterable[nn.Module]) -> None:
     """
     kinds: dict[object, Packed] = {}
     for module in modules:
-        if isinstance(module, QuantizedWeight) and module.round_inputs():
+        if isinstance(module, QuantizedWeight) and module.round_inputs(if_faster=if_faster):
             matrix = module.packed[0] if len(module.shape) > 2 else module.packed
             kinds.setdefault((type(matrix), matrix.shape, matrix.dtype), matrix)
     for whole in kinds.values():
@@ -349,7 +351,7 @@ def check_rounded(matrix: Packed) -> None:
 
 
 def resolve_activations(wanted: str, device: torch.device) -> str:
-    """The user's choice for this device; auto is int8 where the processor multiplies bytes faster than floats.
+    """The user's choice for this device; auto is none where the processor doesn't multiply bytes faster than floats.
 
     Raises:
         ConfigurationError: inputs can't be rounded here.
@@ -358,7 +360,7 @@ def resolve_activations(wanted: str, device: torch.device) -> str:
         here = "kernels that were compiled when swarmllm was installed" if device.type == "cpu" else "a CPU"
         raise ConfigurationError(f"--activations int8 needs {here}: leave it out")
     if wanted == "auto":
-        return "int8" if device.type == "cpu" and kernels.multiplies_bytes() else "none"
+        return "auto" if device.type == "cpu" and kernels.multiplies_bytes() else "none"
     return wanted
 
 

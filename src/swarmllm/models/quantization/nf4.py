@@ -95,6 +95,10 @@ class TiledNf4(Nf4):
         codes, scale = self.codes.narrow(-2, start, end - start), self.scale.narrow(-1, start, end - start)
         return TiledNf4(codes, scale, self.dtype)
 
+    def columns(self, start: int, end: int) -> "TiledNf4":
+        by_rows = Nf4(_untile(self.codes), self.scale.mT, self.dtype).columns(start, end)
+        return TiledNf4(_tile(by_rows.codes), by_rows.scale.mT.contiguous(), self.dtype)
+
     def _cuda_matrix(self) -> None:
         return None  # made for a CPU; the model was moved since
 

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from swarmllm.machine_memory import reused_heap
 from swarmllm.models.quantization import cuda, kernels
 from swarmllm.models.quantization.kernels import computing_dtype, kernels_take, torch_multiplies_int8_faster
 
@@ -81,6 +82,31 @@ class Packed:
         """Rows `[start, end)` of each matrix, in the same memory."""
         axis = len(self.shape) - 2
         return self._each(lambda tensor: tensor.narrow(axis, start, end - start))
+
+    def columns(self, start: int, end: int) -> Self:
+        """Columns `[start, end)` of each matrix, in the same memory where a format allows it.
+
+        Raises:
+            ValueError: they share scales or bytes with other columns.
+        """
+        whole, ndim = self.shape[-1], len(self.shape)
+
+        def cut(tensor: Tensor) -> Tensor:
+            size = tensor.shape[-1]
+            if tensor.ndim < ndim or size == 1:  # for whole rows
+                return tensor
+            if start * size % whole or end * size % whole:
+                raise ValueError(f"columns {start} to {end} of {whole} aren't whole groups")
+            return tensor.narrow(-1, start * size // whole, (end - start) * size // whole)
+
+        if start % self._columns_together or end % self._columns_together:
+            raise ValueError(f"columns {start} to {end} aren't whole groups of {self._columns_together}")
+        return self._each(cut)
+
+    @property
+    def _columns_together(self) -> int:
+        """Columns whose codes share bytes."""
+        return 1
 
     def _each(self, do: Callable[[Tensor], Tensor]) -> Self:
         return type(self)(**{name: do(tensor) for name, tensor in self.tensors().items()}, dtype=self.dtype)
@@ -151,13 +177,12 @@ class Packed:
             weight[start:end] = rows if scale is None else rows.mul_(scale[start:end, None])
         return weight
 
-    @property
-    def can_round_inputs(self) -> bool:
-        """True if the kernels multiply these codes by rounded inputs, here."""
+    def can_round_inputs(self, *, faster: bool = False) -> bool:
+        """True if the kernels multiply these codes by rounded inputs, here; `faster`: and gain by it."""
         if len(self.shape) > 2:
-            return self[0].can_round_inputs
+            return self[0].can_round_inputs(faster=faster)
         matrix = self._matrix() if self.device.type == "cpu" and kernels.library() is not None else None
-        return matrix is not None and matrix.takes_rounded
+        return matrix is not None and (matrix.is_faster_rounded if faster else matrix.takes_rounded)
 
     def _multiply_rounded(self, inputs: Tensor) -> Tensor:
         """`multiply` with each input rounded by itself: no input has an effect on another."""
@@ -188,14 +213,13 @@ class Packed:
         return None
 
     def _slices(self, dtype: torch.dtype) -> list[tuple[int, int]]:
-        rows, columns = self.shape
-        step = (
-            max(
-                (SLICE_BYTES if self.device.type == "cpu" else GPU_SLICE_BYTES) // (columns * dtype.itemsize) // TILE, 1
-            )
-            * TILE
-        )
+        rows, num_bytes = self.shape[0], SLICE_BYTES if self.device.type == "cpu" else GPU_SLICE_BYTES
+        step = max(num_bytes // self._row_bytes(dtype) // TILE, 1) * TILE
         return [(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+    def _row_bytes(self, dtype: torch.dtype) -> int:
+        """Memory that a row takes while it is dequantized."""
+        return self.shape[1] * dtype.itemsize
 
 
 _exact: ContextVar[bool] = ContextVar("exact", default=False)
@@ -286,19 +310,20 @@ class Int8(Packed):
 def row_slices(weight: Tensor) -> Iterator[tuple[int, int, Tensor]]:
     """(start, end, rows in float32), some rows at a time: a whole copy would double the memory of loading.
 
-    The rows are always in the same memory, which the caller may overwrite: while blocks are loaded, the system would
-    have to provide new pages for each part, which takes longer than packing it (measured: 3.2 s of 4, hidden 2048).
+    The rows are always in the same memory, which the caller may overwrite. Callers allocate their results first: during
+    the loop, tensors share memory that is freed soon (`reused_heap`).
     """
     per_matrix, columns = weight.shape[-2:]
     num_bytes = PACKING_BYTES if weight.device.type == "cpu" else GPU_PACKING_BYTES
     step = max(num_bytes // (columns * 4) // TILE, 1) * TILE
     matrices = weight.reshape(-1, *weight.shape[-2:])  # a view, also where the matrices are transposed
     rows = torch.empty(min(step, per_matrix), columns, device=weight.device)
-    for matrix_idx, matrix in enumerate(matrices):
-        for start in range(0, per_matrix, step):
-            end = min(start + step, per_matrix)
-            offset = matrix_idx * per_matrix
-            yield offset + start, offset + end, rows[: end - start].copy_(matrix[start:end])
+    with reused_heap():
+        for matrix_idx, matrix in enumerate(matrices):
+            for start in range(0, per_matrix, step):
+                end = min(start + step, per_matrix)
+                offset = matrix_idx * per_matrix
+                yield offset + start, offset + end, rows[: end - start].copy_(matrix[start:end])
 
 
 def scale_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -309,7 +334,9 @@ def scale_dtype(dtype: torch.dtype) -> torch.dtype:
 class LlmInt8(Int8):
     """Codes and scales of `Int8`; each input has a scale of its own, as each row of the weight has."""
 
-    can_round_inputs = False  # it rounds them in its own way
+    def can_round_inputs(self, *, faster: bool = False) -> bool:
+        """No: it rounds them in its own way."""
+        return False
 
     def multiply(self, inputs: Tensor) -> Tensor:
         wide = inputs.float()

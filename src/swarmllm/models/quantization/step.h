@@ -5,6 +5,7 @@
  * Rows meet in products only, and a product's row is the same in any company: so a row's result depends on that row alone.
  */
 #include <math.h>
+#include <sched.h>
 
 #include "step_line.h"
 
@@ -187,25 +188,30 @@ INLINE void run_simple(const instruction *is, float *arena) {
 
 /* ------------------------------------------------------------------ products, keys and values */
 
-INLINE void run_product(const instruction *is, const step *s) {
-    float *outputs = s->arena + is->out.offset;
+/* Put the inputs of a product where the kernels read them: one after the other, perhaps rounded. */
+INLINE void gather_inputs(const instruction *is, const step *s) {
     const float *inputs = s->arena + is->one.offset;
-    int64_t columns = is->matrix->columns, out = is->sizes[DIMS - 1];
+    int64_t columns = is->matrix->columns;
+    for (int64_t row = 0; row < s->num_rows; row++, inputs += s->arena_floats)
+        if (is->matrix->rounds_inputs)
+            swarmllm_round_inputs(swarmllm_int8_version(LEVEL), inputs, 1, columns,
+                                  (char *)s->inputs + row * swarmllm_rounded_bytes(columns));
+        else if (s->num_rows > 1)
+            memcpy(s->inputs + row * columns, inputs, columns * sizeof(float));
+}
+
+/* The rows [start, end) of a matrix by all inputs. */
+INLINE void multiply_part(const instruction *is, const step *s, int64_t start, int64_t end) {
+    float *outputs = s->arena + is->out.offset;
     if (is->matrix->rounds_inputs) {
-        int64_t version = swarmllm_int8_version(LEVEL), bytes = swarmllm_rounded_bytes(columns);
-        for (int64_t row = 0; row < s->num_rows; row++)
-            swarmllm_round_inputs(version, inputs + row * s->arena_floats, 1, columns, (char *)s->inputs + row * bytes);
-        swarmllm_multiply_rounded(version, is->matrix, 0, out, s->inputs, s->num_rows, outputs, s->arena_floats);
+        swarmllm_multiply_rounded(swarmllm_int8_version(LEVEL), is->matrix, start, end, s->inputs, s->num_rows, outputs,
+                                  s->arena_floats);
     } else {
-        if (s->num_rows > 1) { /* one after the other, as the kernels read them */
-            for (int64_t row = 0; row < s->num_rows; row++)
-                memcpy(s->inputs + row * columns, inputs + row * s->arena_floats, columns * sizeof(float));
-            inputs = s->inputs;
-        }
-        OF_LEVEL(multiply)(is->matrix, 0, out, inputs, s->num_rows, outputs, s->arena_floats);
+        const float *inputs = s->num_rows > 1 ? s->inputs : s->arena + is->one.offset;
+        OF_LEVEL(multiply)(is->matrix, start, end, inputs, s->num_rows, outputs, s->arena_floats);
     }
     for (int64_t row = 0; is->rounds && row < s->num_rows; row++)
-        for (int64_t i = 0; i < out; i++)
+        for (int64_t i = start; i < end; i++)
             outputs[row * s->arena_floats + i] = rounded(outputs[row * s->arena_floats + i]);
 }
 
@@ -319,29 +325,28 @@ static attention *const ATTEND_OF[2][QUERIES] = {
     {attend_1_BFLOAT16, attend_2_BFLOAT16, attend_3_BFLOAT16, attend_4_BFLOAT16},
 };
 
-/* Queries `[key heads, queries of each, head]` of a new position attend to what it sees. */
-INLINE void attend(const instruction *is, const step *s, const stored *at, float *arena) {
+/* Queries `[key heads, queries of each, head]` of a new position attend to what it sees: those of one head of keys. */
+INLINE void attend(const instruction *is, const step *s, const stored *at, float *arena, int64_t head, int64_t thread) {
+    float *queries = s->queries + thread * QUERIES * is->sizes[2], *scores = s->scores + thread * s->scores_floats;
     const float *from = arena + is->one.offset;
     float *out = arena + is->out.offset;
-    int64_t heads = is->sizes[0], shared = is->sizes[1], size = is->sizes[2], value_size = is->sizes[3];
+    int64_t shared = is->sizes[1], size = is->sizes[2], value_size = is->sizes[3];
     int64_t bytes = s->kept_kind == BFLOAT16 ? 2 : 4, end = at->position + 1;
     int64_t first = is->window && end > is->window ? end - is->window : 0;
     seen of = {.count = end - first, .key_size = size, .value_size = value_size, .scale = is->number};
-    for (int64_t head = 0; head < heads; head++) {
-        of.keys = (char *)at->keys + (head * at->key_capacity + first) * size * bytes;
-        of.values = (char *)at->values + (head * at->value_capacity + first) * value_size * bytes;
-        for (int64_t q = 0; q < shared; q += QUERIES) {
-            int64_t num = shared - q < QUERIES ? shared - q : QUERIES;
-            for (int64_t one = 0; one < num; one++) { /* queries may lie in any order */
-                const float *query = from + (head * shared + q + one) * is->one.strides[1];
-                for (int64_t i = 0; i < size; i++)
-                    s->inputs[one * size + i] = query[i * is->one.strides[2]];
-            }
-            float *to = out + (head * shared + q) * value_size;
-            ATTEND_OF[s->kept_kind == BFLOAT16][num - 1](s->inputs, &of, s->scores, to);
-            for (int64_t i = 0; is->rounds && i < num * value_size; i++)
-                to[i] = rounded(to[i]);
+    of.keys = (char *)at->keys + (head * at->key_capacity + first) * size * bytes;
+    of.values = (char *)at->values + (head * at->value_capacity + first) * value_size * bytes;
+    for (int64_t q = 0; q < shared; q += QUERIES) {
+        int64_t num = shared - q < QUERIES ? shared - q : QUERIES;
+        for (int64_t one = 0; one < num; one++) { /* queries may lie in any order */
+            const float *query = from + (head * shared + q + one) * is->one.strides[1];
+            for (int64_t i = 0; i < size; i++)
+                queries[one * size + i] = query[i * is->one.strides[2]];
         }
+        float *to = out + (head * shared + q) * value_size;
+        ATTEND_OF[s->kept_kind == BFLOAT16][num - 1](queries, &of, scores, to);
+        for (int64_t i = 0; is->rounds && i < num * value_size; i++)
+            to[i] = rounded(to[i]);
     }
 }
 
@@ -349,21 +354,111 @@ INLINE const stored *stored_of(const instruction *is, const step *s, int64_t row
     return s->stored + row * s->num_blocks + is->block - s->first_block;
 }
 
-INLINE void run_line(const step *s, int64_t start, int64_t end) {
+/* ------------------------------------------------------------------ several threads
+ *
+ * The thread of run_line() publishes an operation in parts; it and all helpers take parts until none is left. So it never
+ * waits for a helper that hasn't begun: other programs may have the cores. `parts` holds the number of an operation, how
+ * many parts it has, and how many are taken, in one number, so that nobody takes a part of an operation that is over.
+ */
+#define PART_ROWS 256     /* of a matrix, at least */
+#define PART_CODES (1 << 17) /* the same in codes; assumed: a part takes some 10 microseconds */
+#define SPINS 4000        /* then other threads get the core */
+#define TAKEN(parts) ((parts) & 0xffff)
+#define ALL_PARTS(parts) ((parts) >> 16 & 0xffff)
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define PAUSE() __builtin_ia32_pause()
+#else
+#define PAUSE() (void)0
+#endif
+
+/* One part of what is published. */
+APART void run_part(const step *s, const instruction *is, int64_t part, int64_t parts, int64_t thread) {
+    if (is->kind == PRODUCT) {
+        int64_t out = is->sizes[DIMS - 1], strips = (out + STRIP - 1) / STRIP, end = strips * (part + 1) / parts * STRIP;
+        multiply_part(is, s, strips * part / parts * STRIP, end < out ? end : out);
+        return;
+    }
+    int64_t heads = is->sizes[0];
+    for (int64_t one = part; one < s->num_rows * heads; one += parts) {
+        int64_t row = one / heads;
+        attend(is, s, stored_of(is, s, row), s->arena + row * s->arena_floats, one % heads, thread);
+    }
+}
+
+/* Take a part; 0 if there is none. */
+INLINE int take_part(step *s, int64_t thread) {
+    uint64_t parts = __atomic_load_n(&s->parts, __ATOMIC_RELAXED);
+    if (TAKEN(parts) >= ALL_PARTS(parts))
+        return 0;
+    parts = __atomic_fetch_add(&s->parts, 1, __ATOMIC_ACQ_REL);
+    if (TAKEN(parts) >= ALL_PARTS(parts))
+        return 0;
+    run_part(s, s->shared, (int64_t)TAKEN(parts), (int64_t)ALL_PARTS(parts), thread);
+    __atomic_fetch_add(&s->done, 1, __ATOMIC_RELEASE);
+    return 1;
+}
+
+INLINE void wait_a_little(int *spins) {
+    PAUSE();
+    if (++*spins % SPINS == 0)
+        sched_yield();
+}
+
+/* What other threads run from the beginning of a step to its end. */
+void OF_LEVEL(help)(step *s, int64_t thread) {
+    for (int spins = 0; !__atomic_load_n(&s->ended, __ATOMIC_ACQUIRE);)
+        if (take_part(s, thread))
+            spins = 0;
+        else
+            wait_a_little(&spins);
+}
+
+INLINE int64_t parts_of(const instruction *is, const step *s) {
+    int64_t most = 1;
+    if (is->kind == PRODUCT) {
+        int64_t out = is->sizes[DIMS - 1], by_codes = out * is->matrix->columns / PART_CODES;
+        most = out / PART_ROWS < by_codes ? out / PART_ROWS : by_codes;
+    } else {
+        int64_t seen = s->scores_floats / QUERIES * (is->sizes[2] + is->sizes[3]) * is->sizes[0] * is->sizes[1];
+        if (seen * s->num_rows > PART_CODES)
+            most = s->num_rows * is->sizes[0];
+    }
+    most = most < 4 * s->num_threads ? most : 4 * s->num_threads;
+    return most > 1 ? most : 1;
+}
+
+INLINE void run_shared(step *s, const instruction *is) {
+    int64_t parts = s->num_threads > 1 ? parts_of(is, s) : 1;
+    if (is->kind == PRODUCT)
+        gather_inputs(is, s);
+    if (parts == 1) {
+        run_part(s, is, 0, 1, 0);
+        return;
+    }
+    uint64_t number = (s->parts >> 32) + 1;
+    s->shared = is;
+    __atomic_store_n(&s->done, 0, __ATOMIC_RELAXED);
+    __atomic_store_n(&s->parts, number << 32 | (uint64_t)parts << 16, __ATOMIC_RELEASE);
+    while (take_part(s, 0)) {
+    }
+    for (int spins = 0; __atomic_load_n(&s->done, __ATOMIC_ACQUIRE) < (uint64_t)parts;)
+        wait_a_little(&spins);
+}
+
+INLINE void run_line(step *s, int64_t start, int64_t end) {
     for (const instruction *is = s->line + start; is < s->line + end; is++) {
-        if (is->kind == PRODUCT) {
-            run_product(is, s);
+        if (is->kind == PRODUCT || is->kind == ATTEND) {
+            run_shared(s, is);
             continue;
         }
         for (int64_t row = 0; row < s->num_rows; row++) {
             float *arena = s->arena + row * s->arena_floats;
             if (is->kind == APPEND_KEYS || is->kind == APPEND_VALUES)
                 append(is, s, stored_of(is, s, row), arena);
-            else if (is->kind != ATTEND)
+            else
                 run_simple(is, arena);
         }
-        for (int64_t row = 0; is->kind == ATTEND && row < s->num_rows; row++)
-            attend(is, s, stored_of(is, s, row), s->arena + row * s->arena_floats);
     }
 }
 
@@ -381,7 +476,7 @@ INLINE void write_numbers(const float *from, int kind, int64_t size, void *to) {
             ((float *)to)[i] = from[i];
 }
 
-void OF_LEVEL(step)(const step *s) {
+void OF_LEVEL(step)(step *s) {
     int64_t row_bytes = s->hidden_size * (s->kept_kind == BFLOAT16 ? 2 : 4);
     for (int64_t row = 0; row < s->num_rows; row++)
         if (s->position_at >= 0)
@@ -394,4 +489,5 @@ void OF_LEVEL(step)(const step *s) {
     for (int64_t row = 0; row < s->num_rows; row++)
         write_numbers(s->arena + row * s->arena_floats + s->output_at, s->kept_kind, s->hidden_size,
                       (char *)s->outputs + row * row_bytes);
+    __atomic_store_n(&s->ended, 1, __ATOMIC_RELEASE);
 }

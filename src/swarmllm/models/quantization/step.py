@@ -98,8 +98,11 @@ class _Step(ctypes.Structure):
                 "position_at",
             )
         ),
-        *((name, ctypes.c_void_p) for name in ("arena", "inputs", "scores")),
+        *((name, ctypes.c_void_p) for name in ("arena", "inputs", "scores", "queries")),
         *((name, ctypes.c_void_p) for name in ("stored", "positions", "hidden", "outputs")),
+        *((name, ctypes.c_int64) for name in ("num_threads", "scores_floats")),
+        ("shared", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("parts", "done", "ended")),
     )
 
 
@@ -115,11 +118,18 @@ def why_no_steps() -> str:
 
 
 @functools.cache
-def _function() -> Any:
-    """The compiled function that runs a step."""
-    function = kernels.library().swarmllm_step
-    function.argtypes, function.restype = (ctypes.c_int64, ctypes.POINTER(_Step)), None
-    return function
+def _functions() -> tuple[Any, Any]:
+    """The compiled functions that run a step, and help to."""
+    library = kernels.library()
+    run, assist = library.swarmllm_step, library.swarmllm_help
+    run.argtypes, assist.argtypes = (ctypes.c_int64, ctypes.c_void_p), (ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
+    run.restype = assist.restype = None
+    return run, assist
+
+
+def _help(step: _Step, thread: int) -> None:
+    """Take parts of a step until it ends; `step` lives at least as long."""
+    _functions()[1](kernels.level(), ctypes.addressof(step), thread)
 
 
 @dataclass(frozen=True, eq=False)
@@ -323,6 +333,7 @@ class Line:
     _arena: Tensor = field(init=False, default_factory=lambda: torch.empty(0))
     _inputs: Tensor = field(init=False, default_factory=lambda: torch.empty(0))
     _scores: Tensor = field(init=False, default_factory=lambda: torch.empty(0))
+    _queries: Tensor = field(init=False, default_factory=lambda: torch.empty(0))
 
     def __post_init__(self) -> None:
         self._places = places(self.recorded)
@@ -330,7 +341,9 @@ class Line:
         self._code = (_Instruction * len(operations))(*map(self._instruction, operations))
         self._widest = max((one.matrix.floats_of_input for one in operations if one.matrix is not None), default=0)
         heads = [one.sizes[2] for one in operations if one.kind == Kind.ATTEND]
-        self._queries = QUERIES * max(heads, default=0)
+        self._largest_head = max(heads, default=0)
+        products = (one.matrix.rows * one.matrix.columns for one in operations if one.matrix is not None)
+        self._most_threads = max(1, max(products, default=0) // kernels.WORTH_A_THREAD)
 
     @property
     def blocks(self) -> list[int]:
@@ -343,8 +356,10 @@ class Line:
         outputs = torch.empty_like(rows.hidden)
         arena_floats = self._places[1]
         self._arena = _room(self._arena, num_rows * arena_floats)
-        self._inputs = _room(self._inputs, max(num_rows * self._widest, self._queries))
-        self._scores = _room(self._scores, QUERIES * rows.most_seen)
+        num_threads = min(torch.get_num_threads(), self._most_threads)
+        self._inputs = _room(self._inputs, num_rows * self._widest)
+        self._scores = _room(self._scores, num_threads * QUERIES * rows.most_seen)
+        self._queries = _room(self._queries, num_threads * QUERIES * self._largest_head)
         stored = (ctypes.c_int64 * len(rows.stored))(*rows.stored)
         positions = (ctypes.c_int64 * num_rows)(*rows.positions)
         at_position = -1 if self.recorded.position is None else self._offset(self.recorded.position)
@@ -354,10 +369,13 @@ class Line:
             num_rows, start, end - start, self.hidden_size, DTYPES[self.dtype], arena_floats,
             self._offset(entries[start][1]), self._offset(entries[end][1]), at_position,
             self._arena.data_ptr(), self._inputs.data_ptr(), self._scores.data_ptr(),
+            self._queries.data_ptr(),
             ctypes.addressof(stored), ctypes.addressof(positions),
-            rows.hidden.data_ptr(), outputs.data_ptr(),
+            rows.hidden.data_ptr(), outputs.data_ptr(), num_threads, QUERIES * rows.most_seen,
         )  # fmt: skip
-        _function()(kernels.level(), step)
+        for thread in range(1, num_threads):
+            kernels.threads().submit(_help, step, thread)
+        _functions()[0](kernels.level(), ctypes.addressof(step))
         return outputs
 
     def _offset(self, view: View) -> int:

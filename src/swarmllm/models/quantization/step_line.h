@@ -39,9 +39,14 @@ typedef struct {
     int64_t kept_kind;    /* of keys, values, hidden states: FLOAT32 or BFLOAT16 */
     int64_t arena_floats; /* of a row */
     int64_t hidden_at, output_at, position_at; /* in the arena; the last one is -1 if no operation wants it */
-    float *arena, *inputs, *scores;
+    float *arena, *inputs, *scores, *queries; /* the last two of each thread */
     const stored *stored;         /* [rows, blocks] */
     const int64_t *positions; /* [rows] */
     const void *hidden;       /* [rows, hidden_size] */
     void *outputs;
+    int64_t num_threads, scores_floats; /* at most; of a thread */
+    /* What threads share, only through atomic operations: see help() in step.h. */
+    const instruction *shared;
+    uint64_t parts, done;
+    int64_t ended;
 } step;

@@ -130,9 +130,10 @@ class QuantizedWeight(PackedView, nn.Module):
         except AttributeError:
             return PackedView.__getattr__(self, name)
 
-    def round_inputs(self) -> bool:
-        """Multiply by rounded inputs from now on, where they need no gradient; False: these codes can't."""
-        if not self.packed.can_round_inputs:
+    def round_inputs(self, *, if_faster: bool = False) -> bool:
+        """Multiply by rounded inputs from now on, where they need no gradient; False: these codes can't, or gain
+        nothing."""
+        if not self.packed.can_round_inputs(faster=if_faster):
             return False
         self._form = rounding(self._form)  # type: ignore[arg-type]
         return True

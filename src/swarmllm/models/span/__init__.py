@@ -2,6 +2,7 @@
 
 loading           blocks [a, b), read from a checkpoint
 block_span        those blocks, one call after the other; outputs and attention weights of blocks, if a client asks
+together          blocks that several processes run at once, each with some heads and features
 offload           blocks that are in memory only while they compute
 span_cache        their KV cache: buffers that grow, or pages
 probes            traits of the blocks, observed when they are loaded

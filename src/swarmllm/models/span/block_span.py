@@ -16,7 +16,7 @@ call depends on its own inputs alone.
 """
 
 import inspect
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -46,13 +46,13 @@ from swarmllm.models.block_slots import BlockSlots, ForwardStopped, Observer, Re
 from swarmllm.models.boundary.block_inputs import SOURCE, BlockInputs, DeepstackArguments, unpack_masks
 from swarmllm.models.boundary.inner_states import MAX_PLACE, InnerStates, Map, fits_attention
 from swarmllm.models.checkpoint.skeleton import GivenEmbeddings
-from swarmllm.models.parallel.shared import Group, is_rounded
+from swarmllm.models.parallel.shared import Group, SharedMatrix, SharedWeight, is_rounded
 from swarmllm.models.quantization import QuantizedWeight
 from swarmllm.models.quantization.packed import exact_inputs
 from swarmllm.models.span.attention import attending, attention_configs, few_preferred
 from swarmllm.models.span.offload import OffloadedBlocks
 from swarmllm.models.span.page_pool import PagePool, page_bytes
-from swarmllm.models.span.span_cache import CacheSizes, SpanCache, can_be_paged
+from swarmllm.models.span.span_cache import CacheSizes, Elsewhere, SpanCache, can_be_paged
 
 _PASSED_ON = ("position_ids", "token_type_ids")
 
@@ -139,7 +139,11 @@ class BlockSpan:
         self.offloaded = offloaded
         """The blocks whose weights are in memory only while they compute; None: all blocks are in memory."""
         self.group = group
-        """The processes that share the rows of matrices, this one included; None: this process has all rows."""
+        """The processes that share the matrices, this one included; None: this process has them alone."""
+        self.is_together = False
+        """True if all of them run these blocks (`span/together`); otherwise they only multiply."""
+        self.heads: dict[int, tuple[int, ...]] = {}
+        """Key heads of each process, by block, if they are spread."""
         self.hosted = hosted_stack(model)
         self.stack = stack_module(model, self.hosted)
         slots = find_blocks(model).blocks
@@ -163,6 +167,24 @@ class BlockSpan:
         """Pages for the keys and values of all sessions; None: each session has tensors of its own."""
         self.kept_state = KeptState(self.stack, ())
         """State that modules keep after a call, as it was before the first call; put back before each call."""
+
+    def for_followers(self) -> dict[str, Any]:
+        """The state of a copy for another process of the group; see `following`."""
+        cached = {name for name, value in vars(type(self)).items() if isinstance(value, cached_property)}
+        left_out = {*cached, "group", "is_together", "largest_weight", "kept_state", "pool"}
+        return {name: value for name, value in vars(self).items() if name not in left_out} | {
+            "kept_names": self.kept_state.names
+        }
+
+    @classmethod
+    def following(cls, state: dict[str, Any]) -> Self:
+        """A copy of another process's blocks, with this process's parts of the matrices."""
+        blocks = cls.__new__(cls)
+        kept_names = state.pop("kept_names")
+        vars(blocks).update(state, group=None, is_together=False, pool=None)
+        blocks.largest_weight = max(blocks._weights(), key=lambda weight: weight.numel())
+        blocks.kept_state = KeptState(blocks.stack, kept_names)
+        return blocks
 
     def _require_arguments(self, model_name: str) -> None:
         """Check that the model's forward takes a cache, and an encoder's outputs, if the blocks need them."""
@@ -219,6 +241,12 @@ class BlockSpan:
     def is_quantized(self) -> bool:
         """True if weights were rounded to fewer bits when they were loaded."""
         return any(isinstance(one, QuantizedWeight) and is_rounded(one.packed) for one in self._weights())
+
+    @cached_property
+    def has_pairs(self) -> bool:
+        """True if half a block is cut so that processes can compute it with their own features."""
+        matrices = [one.packed for one in self._weights() if isinstance(one, SharedWeight)]
+        return any(isinstance(one, SharedMatrix) and one.is_paired for one in matrices)
 
     @cached_property
     def rounds_inputs(self) -> bool:
@@ -300,7 +328,7 @@ class BlockSpan:
         """
         if not self.keeps_cache:
             raise UnsupportedModelError("the blocks of an encoder keep no KV cache, so they have no sessions")
-        return SpanCache(
+        cache = SpanCache(
             self.stack.config,
             self._inside(span),
             record_past=record_past,
@@ -308,6 +336,37 @@ class BlockSpan:
             has_source=self.source_dim > 0,
             pool=self.pool,
         )
+        if self.is_together and self.group is not None:
+            cache.elsewhere = Elsewhere(self.group, self, self.heads)
+        return cache
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Within: this process runs the blocks, and followers only multiply; for new caches."""
+        before, self.is_together = self.is_together, False
+        try:
+            yield
+        finally:
+            self.is_together = before
+
+    def step(
+        self, inputs: BlockInputs, caches: Sequence[SpanCache], run: tuple[Any, ...]
+    ) -> AbstractContextManager[None]:
+        """Within: followers run the same (object, method, arguments), if they take part in such calls.
+
+        Caches that they have parts of become whole if they don't.
+        """
+        needs_whole = inputs.adapter is not None or inputs.inner is not None
+        if needs_whole:
+            for cache in caches:
+                cache.make_whole()
+        alone = needs_whole or any(cache.elsewhere is None for cache in caches)
+        if self.group is None or not self.is_together or alone or (not caches and torch.is_grad_enabled()):
+            return nullcontext()
+        for cache in caches:
+            if cache.elsewhere is not None:
+                cache.elsewhere.hold(cache)
+        return self.group.step(*run)
 
     @property
     def why_not_paged(self) -> str:
@@ -357,10 +416,11 @@ class BlockSpan:
                 raise ConfigurationError(f"these blocks need {name} with every call, which was not given")
         if self.source_dim and inputs.encoder_hidden_states is None and (cache is None or not cache.source):
             raise ConfigurationError("these blocks attend to encoder_hidden_states, which were not given")
+        step = self.step(inputs, () if cache is None else (cache,), (self, "forward", inputs, span, cache))
         if cache is None:
-            with self.adapted(inputs, span), self._saved_for_backward(), exact_inputs():
+            with step, self.adapted(inputs, span), self._saved_for_backward(), exact_inputs():
                 return self.run_blocks(inputs, span, self._with_prefix(None, inputs, span))
-        with torch.inference_mode(), self.adapted(inputs, span, cache.position):
+        with step, torch.inference_mode(), self.adapted(inputs, span, cache.position):
             output = self.run_blocks(inputs, span, self._with_prefix(cache, inputs, span))
             cache.advance(inputs.seq_len)
             return output

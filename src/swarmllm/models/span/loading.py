@@ -35,6 +35,7 @@ from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.offload import OffloadedBlocks, spread
 from swarmllm.models.span.probe_results import ProbeResults
 from swarmllm.models.span.probes import probe
+from swarmllm.models.span.together import Pairs, run_together
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +74,8 @@ def load_block_span(
 
     `num_offloaded` of them are in the device's memory only while they compute (`offload`). A processor's are kept in a
     file in `offload_dir`, by default among temporary files. Results of probes are kept in `probes_dir` for the next
-    start. Each process of `group` gets some rows of all matrices. `activations`: "int8" rounds inputs of quantized
-    weights.
+    start. Each process of `group` gets parts of all matrices, and runs the blocks with them if that fits (`together`).
+    `activations`: "int8" rounds inputs of quantized weights, "auto" those of weights that gain by it.
 
     Raises:
         ConfigurationError: the model has no such blocks, can't quantize them that way, or there is no room to offload.
@@ -94,13 +95,14 @@ def load_block_span(
                 offloaded = OffloadedBlocks(torch.device(device), offload_dir or Path(tempfile.gettempdir()))
                 model = _joined(parts, span, partial(_offload, offloaded, spread(span, num_offloaded)))
             elif group is not None:
-                model = _joined((_shared(part, group) for part in parts), span)
+                pairs = Pairs(group.size)
+                model = _joined((_shared(part, idx, pairs, group) for idx, part in zip(span, parts, strict=True)), span)
             else:
                 model = read(span, unused, digests, progress=progress)
             blocks = BlockSpan(model, span, digests.of(span), offloaded, group)
         _probed(blocks, known)  # not within separate_weights: products decode in pieces
-        if activations == "int8":  # after the probes, which look for smaller differences
-            round_inputs(blocks.slots.modules())
+        if activations != "none":  # after the probes, which look for smaller differences
+            round_inputs(blocks.slots.modules(), if_faster=activations == "auto")
         return blocks
 
     unused = unused_before_blocks(checkpoint.config, stack_of(checkpoint.config, span))
@@ -143,6 +145,7 @@ def _probed(blocks: BlockSpan, known: ProbeResults | None) -> None:
         return_free_memory()
         if known is not None:
             known.keep(blocks)
+    run_together(blocks)
 
 
 def _require_blocks(checkpoint: Checkpoint, span: Span, num_offloaded: int) -> None:
@@ -166,8 +169,8 @@ def _offload(offloaded: OffloadedBlocks, chosen: Collection[int], block_idx: int
         offloaded.take(block_idx, block)
 
 
-def _shared(part: PreTrainedModel, group: Group) -> PreTrainedModel:
-    share(part, group)
+def _shared(part: PreTrainedModel, block_idx: int, pairs: Pairs, group: Group) -> PreTrainedModel:
+    share(part, group, pairs.of(part, Span(block_idx, block_idx + 1)))
     return part
 
 

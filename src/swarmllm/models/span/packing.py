@@ -34,7 +34,7 @@ from swarmllm.models.span.packed_caches import PackingUnsupportedError, PaddedCa
 from swarmllm.models.span.page_pool import PagePool, Placed, why_no_kernels
 from swarmllm.models.span.paged_attention import SHORT_TOKENS, PagedAttention
 from swarmllm.models.span.span_cache import SpanCache
-from swarmllm.models.span.traced_step import TracedSteps, fits_one_thread
+from swarmllm.models.span.traced_step import TracedSteps
 from swarmllm.models.span.trials import random_inputs
 
 logger = logging.getLogger(__name__)
@@ -106,8 +106,11 @@ class PackedForward:
             PackingUnsupportedError: the blocks can't run this way.
             Exception: any error of the model's code. The caches are in an undefined state then.
         """
-        past = min(call.cache.position for call in calls)
-        with torch.inference_mode(), self.blocks.adapted(calls[0].inputs, calls[0].span, past):
+        past, blocks = min(call.cache.position for call in calls), self.blocks
+        if blocks.is_together and blocks.group is not None and not blocks.group.is_held(self):
+            blocks.group.hold(self, PackedForward, "__call__", blocks)
+        step = blocks.step(calls[0].inputs, [call.cache for call in calls], (self, "follow", calls, way))
+        with step, torch.inference_mode(), blocks.adapted(calls[0].inputs, calls[0].span, past):
             run = {
                 Packing.TRACED: self._run_traced,
                 Packing.PAGED: self._run_paged,
@@ -118,6 +121,12 @@ class PackedForward:
             for call in calls:
                 call.cache.advance(call.inputs.seq_len)
         return outputs
+
+    def follow(self, calls: Sequence[SessionCall], way: Packing) -> None:
+        """Take part in `run_packed` of another process; its caches can go back to their state before."""
+        for call in calls:
+            call.cache.remember()
+        self.run_packed(calls, way)
 
     def _run_traced(self, calls: Sequence[SessionCall]) -> list[Tensor]:
         span, shapes = calls[0].span, [call.inputs.hidden_states.shape for call in calls]
@@ -406,8 +415,6 @@ class Packer:
 
     def _traceable(self, calls: Sequence[SessionCall]) -> list[int]:
         """The calls of few new positions that can run traced; none if they have so many rows that torch is faster."""
-        if not fits_one_thread(self.blocks):
-            return []
         found = [idx for idx, call in enumerate(calls) if self._is_traceable(call)]
         num_rows = sum(calls[idx].inputs.batch_size * calls[idx].inputs.seq_len for idx in found)
         if num_rows > kernels.AT_A_TIME and num_rows > kernels.most_inputs(self.blocks.dtype):
@@ -449,7 +456,8 @@ class Packer:
         # An adapter is applied to a whole forward, so calls with different ones take turns.
         # One axis of positions isn't always the same as three equal ones: models may count a fourth, of the text.
         how = arithmetic(inputs, call.cache.position, blocks.traits)
-        same = call.span, inputs.adapter, _num_axes(inputs.position_ids), how, *shape
+        is_shared = call.cache.elsewhere is not None and inputs.adapter is None
+        same = call.span, inputs.adapter, is_shared, _num_axes(inputs.position_ids), how, *shape
         if way == Packing.PAGED and call.cache.table is None:
             return None
         if way in (Packing.TRACED, Packing.PAGED, Packing.RAGGED):

@@ -54,8 +54,11 @@ def right_ways(span: BlockSpan) -> list[Packing]:
     probes = [PackingProbe(forward, part, inputs) for part in parts_of_each_kind(span)]
     left_out = {Packing.PAGED: span.pool is None, Packing.TRACED: bool(why_not_traced(span))}
     ways = [way for way in Packing if not left_out.get(way)]
-    with worthwhile_threads(span.slots):
-        return [way for way in ways if way == Packing.ONE_BY_ONE or all(probe.agrees(way) for probe in probes)]
+    with worthwhile_threads(span.slots), span.alone():
+        ways = [way for way in ways if way == Packing.ONE_BY_ONE or all(probe.agrees(way) for probe in probes)]
+    if span.is_together:
+        ways = [way for way in ways if way == Packing.ONE_BY_ONE or all(probe.agrees_together(way) for probe in probes)]
+    return ways
 
 
 class PackingProbe:
@@ -79,6 +82,18 @@ class PackingProbe:
             logger.info("blocks %s can't be run %s: %s: %s", self.part, way.value, type(error).__name__, error)
             return False
         return all(map(self._close, together, self._alone))
+
+    def agrees_together(self, way: Packing) -> bool:
+        """True if the sessions get the same results if all processes run the blocks this way."""
+        self._limit = LENIENT  # in the dtype of the blocks: those of followers can't be changed
+        try:
+            with self.span.alone():
+                alone = self._run(None)
+            together = self._run(way)
+        except Exception as error:  # noqa: BLE001 - model code that doesn't fit this way
+            logger.info("processes can't run blocks %s %s: %s", self.part, way.value, error)
+            return False
+        return all(map(self._close, together, alone))
 
     def _run_alone(self) -> list[Tensor]:
         for self._limit in (STRICT, LENIENT):
@@ -149,9 +164,7 @@ class PackingProbe:
         return [results[id(call)] for call in calls]
 
     def _advance(self, call: SessionCall) -> Tensor:
-        output = self.span.run_blocks(call.inputs, call.span, call.cache)
-        call.cache.advance(call.inputs.seq_len)
-        return output
+        return self.span.forward(call.inputs, call.span, call.cache)
 
     def _step(self, cache: SpanCache, session: int, start: int, end: int) -> Tensor:
         return self._advance(SessionCall(self._inputs(session, start, end), self.part, cache))

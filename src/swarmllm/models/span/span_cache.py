@@ -23,6 +23,7 @@ from transformers.cache_utils import (
 
 from swarmllm.data_structures import Span
 from swarmllm.models.boundary.phantom_cache import PhantomCache
+from swarmllm.models.parallel.shared import Group
 from swarmllm.models.span.page_pool import PAGE_TOKENS, PagedLayer, PagePool, PageTable, SharedPage
 
 CHUNK_TOKENS = 128
@@ -57,7 +58,7 @@ class BufferedCacheLayer(DynamicLayer):
                 _larger(buffer, start, end, buffer) for buffer in (self.key_buffer, self.value_buffer)
             )
         self.length = end
-        self._refresh_views()
+        self.look_again()
         return StoredRows(self.key_buffer, self.value_buffer, start)
 
     def part(self, start: int, end: int) -> tuple[Tensor, Tensor] | None:
@@ -73,7 +74,7 @@ class BufferedCacheLayer(DynamicLayer):
         """Forget the last `-tokens_to_remove` positions (transformers counts them as a negative number)."""
         if tokens_to_remove and self.is_initialized:
             self.length += tokens_to_remove
-            self._refresh_views()
+            self.look_again()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Keep the rows `beam_idx` of the batch, in that order."""
@@ -81,9 +82,10 @@ class BufferedCacheLayer(DynamicLayer):
             order = beam_idx.to(self.key_buffer.device)
             self.key_buffer = self.key_buffer.index_select(0, order)
             self.value_buffer = self.value_buffer.index_select(0, order)
-            self._refresh_views()
+            self.look_again()
 
-    def _refresh_views(self) -> None:
+    def look_again(self) -> None:
+        """Make `keys` and `values` views of new buffers."""
         if self.key_buffer is not None and self.value_buffer is not None:
             self.keys = self.key_buffer.narrow(-2, 0, self.length)
             self.values = self.value_buffer.narrow(-2, 0, self.length)
@@ -145,6 +147,10 @@ class BufferedWindowLayer(DynamicSlidingWindowLayer):
             self.keys, self.values = self._last(min(kept + new, self.sliding_window - 1))
         else:
             self.keys, self.values = self._last(kept + new)
+
+    def look_again(self) -> None:
+        """Make `keys` and `values` views of new buffers."""
+        self.keys, self.values = self._last(self.num_kept)
 
     def _last(self, number: int) -> tuple[Tensor, Tensor]:
         """Views of the last positions."""
@@ -216,6 +222,30 @@ class CacheSizes:
     """Keys and values of one position of an encoder's outputs in all hosted blocks."""
 
 
+@dataclass(frozen=True, eq=False)
+class Elsewhere:
+    """The caches of one session in the other processes of a group; see `together`."""
+
+    group: Group
+    blocks: Any
+    """The `BlockSpan`."""
+    heads: Mapping[int, tuple[int, ...]]
+    """Key heads of each process, by block, for blocks whose heads are spread."""
+
+    def hold(self, cache: "SpanCache") -> None:
+        """Have the others make their caches, if they have none yet; for the device thread."""
+        if not self.group.is_held(cache):
+            self.group.hold(cache, self.blocks, "new_cache", cache.span, record_past=cache.records_past)
+
+    def heads_of(self, block_idx: int, pair: tuple[Tensor, Tensor] | None, rank: int) -> tuple[Tensor, Tensor] | None:
+        """A process's part of all keys and values of a block."""
+        counts = self.heads.get(block_idx)
+        if pair is None or counts is None:
+            return pair
+        keys, values = (tensor.narrow(1, sum(counts[:rank]), counts[rank]) for tensor in pair)
+        return keys, values
+
+
 class RollbackUnsupportedError(ValueError):
     """Some cache layer has already dropped what the rollback needs; replaying the inputs restores it."""
 
@@ -248,6 +278,8 @@ class SpanCache(PhantomCache):
                 self.layers[block_idx - first] = BufferedCacheLayer()
             elif type(layer) is DynamicSlidingWindowLayer:
                 self.layers[block_idx - first] = BufferedWindowLayer(layer.sliding_window)
+        self.elsewhere: Elsewhere | None = None
+        """The caches of other processes for other heads; None: this cache is whole."""
         self.span, self._first = span, first
         self.cross = DynamicCache() if has_source else None
         """Keys and values of the encoder's outputs, which never grow."""
@@ -255,6 +287,7 @@ class SpanCache(PhantomCache):
         """The encoder's outputs and their mask, which came with the first call."""
         self._config = config
         self._length = self.num_prefix = 0
+        self._restore: Callable[[], None] = lambda: None
         self._records_past = False
         if record_past:
             self.record_past()
@@ -299,6 +332,7 @@ class SpanCache(PhantomCache):
         for layer in self._hosted_layers():
             if hasattr(layer, "activate_past_recording"):
                 layer.activate_past_recording()
+        self._tell("record_past")
 
     @torch.inference_mode()
     def rollback(self, position: int) -> None:
@@ -314,6 +348,7 @@ class SpanCache(PhantomCache):
         if surplus == 0:
             return
         if position == 0:  # always possible, also for recurrent states
+            elsewhere = self.elsewhere
             self.__init__(  # type: ignore[misc]
                 self._config,
                 self.span,
@@ -322,12 +357,15 @@ class SpanCache(PhantomCache):
                 has_source=self.cross is not None,
                 pool=None if self.table is None else self.table.pool,
             )
+            self.elsewhere = elsewhere
+            self._tell("rollback", position)
             return
         for layer in self._hosted_layers():
             _check_rollback(layer, self._length, surplus)
         for layer in self._hosted_layers():
             layer.crop(-surplus)
         self.advance(-surplus)
+        self._tell("rollback", position)
 
     @torch.inference_mode()
     def select_batch(self, indices: Sequence[int]) -> None:
@@ -340,11 +378,12 @@ class SpanCache(PhantomCache):
         if self.cross is not None:
             self.cross.reorder_cache(order)
         self.source = {name: tensor.index_select(0, order.to(tensor.device)) for name, tensor in self.source.items()}
+        self._tell("select_batch", list(indices))
 
     def can_extend(self, batch_size: int) -> bool:
         """True if `extend` works: each block has buffers for so many rows."""
         return all(
-            type(layer) in BUFFERED and layer.key_buffer is not None and len(layer.key_buffer) == batch_size
+            type(layer) in BUFFERED and layer.key_buffer is not None and layer.key_buffer.size(0) == batch_size
             for layer in self._hosted_layers()
         )
 
@@ -370,8 +409,17 @@ class SpanCache(PhantomCache):
             for layer, state in layers:
                 vars(layer).clear()
                 vars(layer).update(state)
+            self._tell("go_back")
 
         return restore
+
+    def remember(self) -> None:
+        """Keep the present state for `go_back`; in a follower, before a step of several sessions."""
+        self._restore = self.keep_state()
+
+    def go_back(self) -> None:
+        """Restore the state that was kept last."""
+        self._restore()
 
     @property
     def is_pageable(self) -> bool:
@@ -387,7 +435,11 @@ class SpanCache(PhantomCache):
         """
         if self.table is not None and start % PAGE_TOKENS == 0 and end - start == PAGE_TOKENS:
             return self.table.shared_page(start // PAGE_TOKENS)
-        return tuple(layer.part(start, end) for layer in self._hosted_layers())
+        own = tuple(layer.part(start, end) for layer in self._hosted_layers())
+        if self.elsewhere is None:
+            return own
+        others = self.elsewhere.group.ask(self, "page", start, end)
+        return tuple(self._joined(*parts) for parts in zip(self.span, own, *others, strict=True))
 
     @torch.inference_mode()
     def append_page(self, page: SharedPage | Sequence[tuple[Tensor, Tensor] | None], skipped: int = 0) -> None:
@@ -397,11 +449,63 @@ class SpanCache(PhantomCache):
             self.table.append_shared(page)
             self.advance(PAGE_TOKENS - skipped)
             return
+        if self.elsewhere is not None:
+            elsewhere = self.elsewhere
+            page, *others = (
+                [elsewhere.heads_of(*one, rank) for one in zip(self.span, page, strict=True)]
+                for rank in range(elsewhere.group.size)
+            )
+            elsewhere.hold(self)
+            elsewhere.group.call_each(self, "append_page", [(parts, skipped) for parts in others])
         length = next(pair[0].shape[-2] for pair in page if pair is not None) - skipped
         for layer, pair in zip(self._hosted_layers(), page, strict=True):
             if pair is not None:
                 layer.update(*(tensor.narrow(-2, skipped, length) for tensor in pair))
         self.advance(length)
+
+    @torch.inference_mode()
+    def make_whole(self) -> None:
+        """Take over the heads of other processes, for calls in which they don't take part."""
+        elsewhere = self.elsewhere
+        if elsewhere is not None and self._length:
+            others: list[list[dict[str, Tensor]]] = elsewhere.group.ask(self, "keys_and_values")
+            for block_idx, own, *theirs in zip(self.span, self.keys_and_values(), *others, strict=True):
+                layer = self.layers[block_idx - self._first]
+                if block_idx in elsewhere.heads:
+                    for name, tensor in own.items():
+                        setattr(layer, name, torch.cat([tensor, *(one[name] for one in theirs)], dim=1))
+                    if type(layer) in BUFFERED:
+                        layer.look_again()
+        self.elsewhere = None
+
+    def keys_and_values(self) -> list[dict[str, Tensor]]:
+        """The attributes of each block's layer that have heads, without views of them."""
+        found = [
+            {name: tensor for name, tensor in vars(layer).items() if isinstance(tensor, Tensor) and tensor.ndim == 4}
+            for layer in self._hosted_layers()
+        ]
+        for attributes in found:
+            if "key_buffer" in attributes:
+                del attributes["keys"], attributes["values"]
+        return found
+
+    def key_heads(self) -> list[int]:
+        """The number of heads that this process keeps of each block; 0: the block keeps something else, or nothing."""
+        return [next((one.shape[1] for one in found.values()), 0) for found in self.keys_and_values()]
+
+    def _joined(self, block_idx: int, *parts: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
+        """Keys and values of all heads, of those of all processes."""
+        assert self.elsewhere is not None
+        if block_idx not in self.elsewhere.heads:
+            return parts[0]
+        keys, values = (torch.cat(tensors, dim=1) for tensors in zip(*(pair for pair in parts if pair), strict=True))
+        return keys, values
+
+    def _tell(self, method: str, *args: object) -> None:
+        """Have the other processes do the same with their heads."""
+        if self.elsewhere is not None:
+            self.elsewhere.hold(self)
+            self.elsewhere.group.call(self, method, *args)
 
     @property
     def cross_bytes(self) -> int:
@@ -463,6 +567,8 @@ def _window_of(layer: Any) -> int:
 
 def _state_of(layer: Any) -> dict[str, Any]:
     """The attributes of a cache layer. Keys and values are only ever appended or replaced, states are overwritten."""
+    if type(layer) in BUFFERED:
+        return dict(vars(layer))
     return {
         name: {key: part.clone() if isinstance(part, Tensor) else part for key, part in value.items()}
         if isinstance(value, dict)

@@ -413,11 +413,6 @@ def why_not_traced(blocks: BlockSpan) -> str:
     return why_no_steps()
 
 
-def fits_one_thread(blocks: BlockSpan) -> bool:
-    """True if no product of these blocks would be computed by several threads."""
-    return torch.get_num_threads() == 1 or blocks.largest_weight.numel() < 2 * kernels.WORTH_A_THREAD
-
-
 @torch.inference_mode(False)
 @torch.no_grad()
 def _record(paged: PagedAttention, span: Span, dtype: torch.dtype) -> Line:

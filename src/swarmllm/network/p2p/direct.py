@@ -152,7 +152,7 @@ class Door:
         except OSError as error:
             raise ConfigurationError(
                 f"can't listen for direct connections at {', '.join(hosts)}, port {port}: {error.strerror}; "
-                "choose another --direct_port, or none"
+                "choose another --direct_port, or 0 for none"
             ) from None
         port = listeners[0].getsockname()[1]
         beside = socket.socket(socket.AF_UNIX)
@@ -272,6 +272,8 @@ async def _knock(
     async with asyncio.timeout(HANDSHAKE_S):
         try:
             sock.setblocking(False)
+            if tls is not None:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             await loop.sock_connect(sock, address)
             await loop.sock_sendall(sock, MAGIC + _name_of(offer.ticket))
         except BaseException:
@@ -281,7 +283,7 @@ async def _knock(
         try:
             if tls is not None:
                 shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
-                if hashlib.sha256(shown).digest() != offer.certificate:
+                if hashlib.sha256(shown or b"").digest() != offer.certificate:
                     raise EOFError("it shows another certificate")
             writer.write(offer.ticket)
             if await reader.readexactly(len(ACCEPTED)) != ACCEPTED:
@@ -295,8 +297,6 @@ async def _knock(
 async def _streams(sock: socket.socket, tls: ssl.SSLContext | None, *, server_side: bool) -> ByteStream:
     """Make this connected socket a stream. The socket is closed if that fails."""
     loop = asyncio.get_running_loop()
-    if sock.family != socket.AF_UNIX:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     reader = asyncio.StreamReader(limit=BUFFER_BYTES, loop=loop)
     protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
     if server_side:
@@ -340,6 +340,7 @@ def _listen(hosts: Sequence[str], port: int) -> list[socket.socket]:
             for host in hosts:
                 bound.append(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
                 bound[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                bound[-1].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # its connections inherit it
                 if ":" in host:
                     bound[-1].setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
                 bound[-1].bind((host, port if len(bound) == 1 else bound[0].getsockname()[1]))

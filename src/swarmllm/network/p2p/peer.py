@@ -30,7 +30,7 @@ from swarmllm.network.p2p.reachability import Reachability, RelayPeer
 from swarmllm.network.relay.messages import HOP, STOP, came_from, is_circuit
 from swarmllm.network.relay.service import BUFFER_BYTES, ByteStream, Caller, RelayRules, RelayService
 from swarmllm.network.wire.frames import MAX_MESSAGE_BYTES
-from swarmllm.network.wire.stream import FrameStream
+from swarmllm.network.wire.stream import FrameStream, abort_transport
 
 logger = logging.getLogger(__name__)
 
@@ -497,7 +497,7 @@ class Incoming:
         except Exception:
             logger.exception("a stream of %s failed; the others go on", PeerID(said.peer).to_base58())
         finally:
-            writer.transport.abort()
+            abort_transport(writer.transport)  # its stream may have left it
 
     async def close(self) -> None:
         """Accept no more streams, and end the handlers."""

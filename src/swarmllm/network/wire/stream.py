@@ -15,13 +15,14 @@ After the end, complete messages can still be received. Then everything raises t
 
 A stream may move to another connection with the same peer while it is in use (`move`). Each side writes MOVED as its
 last frame on the old connection, and reads the old one up to the other side's MOVED, so that no frame is lost or
-overtaken. The side that goes first closes the old connection in the end.
+overtaken. Then both close it.
 """
 
 import asyncio
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -374,8 +375,7 @@ class FrameStream(asyncio.Protocol):
         self._write_control(MessageType.MOVED, {})
         move.writes, self._transport = True, move.new
         if move.reads:
-            move.old.set_protocol(Retired(move.old))
-            move.old.resume_reading()  # the peer closes it when it has read MOVED
+            Left(self._loop, move.old)
 
     def _read_there(self) -> None:
         """Read the new connection from now on: the peer has written its last frame on the old one.
@@ -391,8 +391,7 @@ class FrameStream(asyncio.Protocol):
         move.moved.set_result(None)
         self._inbox.transport = move.new
         if move.writes:
-            move.old.set_protocol(Retired(move.old))
-            move.old.close()
+            Left(self._loop, move.old)
         else:
             move.old.pause_reading()
             self._write_there()
@@ -476,8 +475,8 @@ class FrameStream(asyncio.Protocol):
             self._timer.cancel()
         self._transport = None
         if self._move is not None:
-            self._move.old.abort()
-            self._move.new.abort()
+            for transport in () if self.is_moved else (self._move.old, self._move.new):
+                self._loop.call_soon(abort_transport, transport)  # later, because one of them is just being lost
             if not self._move.moved.done():
                 self._move.moved.set_result(None)
         if not self.gone.done():
@@ -512,14 +511,23 @@ class Move:
     """Bytes of the new connection that came before the stream took it over."""
 
 
-class Retired(asyncio.Protocol):
-    """Waits until the peer closes a connection from which a stream has moved."""
+class Left(asyncio.Protocol):
+    """Closes a connection from which both sides have moved. Nothing comes there any more, so no daemon resets it before
+    our last bytes have arrived."""
 
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
+    def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
+        transport.set_protocol(self)
+        transport.close()
+        self._timer = loop.call_later(STALL_TIMEOUT_S, transport.abort)  # the peer may never read them
 
-    def data_received(self, data: bytes) -> None:
-        self._transport.abort()
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+
+
+def abort_transport(transport: asyncio.WriteTransport) -> None:
+    """Abort a transport that may be lost already. asyncio's fail then if it happened in a certain way."""
+    with suppress(AttributeError):
+        transport.abort()
 
 
 class Inbox:
