@@ -57,13 +57,15 @@ def test_of_many_machines_those_of_the_best_home_form_the_chain() -> None:
     assert [peer_id[0] for peer_id, _ in plan.route] == ["c"] * 4
 
 
-def test_bandwidth_counts() -> None:
+def test_bandwidth_counts_and_the_slower_direction_of_a_link() -> None:
     model = PlannedModel(block_bytes={"int8": [GIB] * 8}, hidden_bytes=10_000)
     slow = Link(round_trip_ms=0.5, bytes_per_s=1e5)
     machines = [machine(name, 4) for name in ("a", "b", "c")]
-    plan = make_plan(machines, model, {(machines[0].peer_id, machines[1].peer_id): slow}, assumed_link=LAN)
-    assert plan is not None
-    assert {peer_id[0] for peer_id, _ in plan.route} != {"a", "b"}
+    a, b, _ = (one.peer_id for one in machines)
+    for links in ({(a, b): slow}, {(a, b): slow, (b, a): LAN}, {(a, b): LAN, (b, a): slow}):
+        plan = make_plan(machines, model, links, assumed_link=LAN)
+        assert plan is not None
+        assert {peer_id for peer_id, _ in plan.route} != {a, b}
 
 
 def test_the_first_format_that_fits_one_machine_wins() -> None:
@@ -119,12 +121,14 @@ def test_a_new_machine_leaves_the_others_alone() -> None:
     assert hosts(plan).items() > hosts(present).items()
 
 
-def test_a_clearly_faster_plan_replaces_the_present_one() -> None:
-    machines = [machine(name, 4) for name in ("a", "b", "c", "d")]
-    near = {(machines[0].peer_id, machines[1].peer_id): LAN, (machines[2].peer_id, machines[3].peer_id): LAN}
-    split = Plan("int8", ((machines[0].peer_id, Span(0, 4)), (machines[2].peer_id, Span(4, 8))))
-    plan = make_plan(machines[:3], MODEL, near, assumed_link=FAR, present=split)
-    assert hosts(plan) == {"a": "0:4", "b": "4:8", "c": "4:8"}
+@pytest.mark.parametrize(("far_ms", "hosted"), [(64.0, "4:8"), (8.0, "0:4")])
+def test_only_a_clearly_faster_plan_replaces_the_present_one(far_ms: float, hosted: str) -> None:
+    """`a` and `b` are near each other and could form the chain, but `a` and `c` hold the blocks now."""
+    machines = [machine(name, 4) for name in ("a", "b", "c")]
+    near = {(machines[0].peer_id, machines[1].peer_id): LAN}
+    present = Plan("int8", ((machines[0].peer_id, Span(0, 4)), (machines[2].peer_id, Span(4, 8))))
+    plan = make_plan(machines, MODEL, near, assumed_link=Link(round_trip_ms=far_ms), present=present)
+    assert hosts(plan) == {"a": "0:4", "b": hosted, "c": "4:8"}
 
 
 def test_a_faster_plan_that_loads_for_hours_does_not() -> None:
