@@ -72,6 +72,7 @@ def announced(
         device=torch.device("cpu"),
         dtype=resolve_dtype(checkpoint, config.dtype),
         quantization=resolve_quantization(config.quant_type),
+        activations="int8",
         adapters=SimpleNamespace(names=()),
         device_thread=SimpleNamespace(
             load=SimpleNamespace(queue_ms=0.0, num_tokens=3, num_failures=0),
