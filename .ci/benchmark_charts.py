@@ -79,7 +79,7 @@ CHARTS = (
             ("50 ms|list copies, greedy", "copies of a list"),
             ("50 ms|code rename, prescribed", "a renaming in code"),
             ("50 ms|sampled at temperature 3", "nothing that can be guessed"),
-            ("story 1, greedy", "a story, by the model's own head"),
+            ("50 ms|story, by the model's own head", "a story, by the model's own head"),
         ),
         7,
         mark=1.0,
@@ -99,8 +99,6 @@ CHARTS = (
         unit=" s",
     ),
 )
-OTHER_COLUMNS = {("guesses", "story 1, greedy"): 3}
-"""Rows of another table, with the column of their values."""
 
 
 def tables(page: str, section: str) -> Iterator[list[str]]:
@@ -119,7 +117,7 @@ def values(chart: Chart, page: str) -> list[tuple[str, float]]:
     for beginning, label in chart.rows:
         wanted = beginning.split("|")
         row = next(row for row in rows if all(map(_is, row, wanted)))
-        number = re.match(r"[\d.]+", row[OTHER_COLUMNS.get((chart.name, beginning), chart.column)].lstrip("*"))
+        number = re.match(r"[\d.]+", row[chart.column].lstrip("*"))
         assert number, f"{chart.name}: {row}"
         found.append((label, float(number[0])))
     return found
