@@ -9,10 +9,9 @@ from typing import Any
 import peft
 import pytest
 import torch
-from swarm_models import OPTIONS, wait_until
+from swarm_models import OPTIONS, metric, wait_until
 from tests.numerics.architectures import REFUSED_ENCODER_DECODERS
 from tests.numerics.tiny_encoder_decoders import save_tiny_model, tiny_config, tiny_model
-from tests.swarm.test_prefixes import counter
 from transformers import BartForSequenceClassification, PreTrainedModel, T5ForConditionalGeneration
 
 from swarmllm import AutoDistributedModel, AutoDistributedModelForCausalLM, ClientConfig, LocalSwarm
@@ -196,15 +195,15 @@ def test_what_an_encoder_gave_is_leased_bounded_and_freed(tmp_path: Path) -> Non
         for source in sources:
             with torch.no_grad():
                 cache = model(input_ids=source, decoder_input_ids=torch.ones(1, 1, dtype=torch.long), use_cache=True)
-            leased.append(counter(server, "cache_leased_bytes"))
+            leased.append(metric(server, "cache_leased_bytes"))
             del cache
-            wait_until(lambda: counter(server, "cache_leased_bytes") == 0, "the lease's end")
+            wait_until(lambda: metric(server, "cache_leased_bytes") == 0, "the lease's end")
             model.generate(input_ids=source, max_new_tokens=4)
-            wait_until(lambda: counter(server, "cache_leased_bytes") == 0, "the lease's end")
+            wait_until(lambda: metric(server, "cache_leased_bytes") == 0, "the lease's end")
         assert leased[1] > leased[0] > 0
         with pytest.raises(CacheFullError):
             model.generate(input_ids=torch.randint(3, 100, (64, 120)), max_new_tokens=4)
-        assert counter(server, "cache_leased_bytes") == 0
+        assert metric(server, "cache_leased_bytes") == 0
 
 
 def test_a_class_for_a_sequence_through_both_stacks(tmp_path: Path) -> None:

@@ -133,9 +133,11 @@ class PackedForward:
         line = self.traced.line(span, calls[0].inputs.hidden_states.dtype)
         stored: list[int] = []
         positions: list[int] = []
+        most_seen = 0
         for call in calls:
             seq_len, rows = call.inputs.seq_len, call.inputs.batch_size
             of_blocks = call.cache.extend(seq_len)
+            most_seen = max(most_seen, *(one.start + seq_len for one in of_blocks))
             for row in range(rows):
                 places = [(one.addresses(row), one.start) for one in of_blocks]
                 for idx in range(seq_len):
@@ -145,7 +147,6 @@ class PackedForward:
             given = _positions(call).flatten().tolist() if call.inputs.position_ids is not None else None
             positions += given or rows * list(range(call.cache.length, call.end_position))
         hidden = torch.cat([call.inputs.hidden_states.flatten(0, 1) for call in calls])
-        most_seen = max(call.end_position for call in calls)
         output = line.run(StepRows(hidden, positions, stored, most_seen), span.start, span.end)
         if len(calls) == 1:
             return [output.view(shapes[0])]
