@@ -21,7 +21,7 @@ from tests.numerics.tiny_vision_models import inputs_of as picture_of
 
 from swarmllm import AutoDistributedModel, AutoDistributedModelForSeq2SeqLM, LocalSwarm
 
-pytestmark = pytest.mark.rotates(3, whole_file=True)
+pytestmark = pytest.mark.rotates(5, whole_file=True)
 
 ONE_STACK = [(0, 1), (1, 3), (3, 4)]
 TWO_STACKS = [(0, 3), (3, 5), (5, 6), (6, 7)]

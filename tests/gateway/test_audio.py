@@ -38,7 +38,7 @@ from swarmllm.gateway.apis.audio import Audio
 from swarmllm.gateway.apis.audio_files import IN_MEMORY_BYTES, read_sound, unpacked_bytes
 from swarmllm.gateway.engine.vision import Room
 
-pytestmark = pytest.mark.rotates(3, whole_file=True)
+pytestmark = pytest.mark.rotates(5, whole_file=True)
 
 SPANS = [(0, 3), (3, 5), (5, 7)]
 MODEL = "whisper"

@@ -259,6 +259,7 @@ def test_inputs_that_change_in_place_are_other_inputs(group: Group) -> None:
                 inputs.mul_(-2)
 
 
+@pytest.mark.rotates(3)
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_follower_that_goes_ends_the_group(signum: int) -> None:
     group = Group([CPU, CPU], timeout_s=5.0)

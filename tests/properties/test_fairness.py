@@ -93,7 +93,7 @@ def flood(kinds: list[Priority], num: int, *, peers: int) -> list[Client]:
     return [Client(Account(f"peer {idx % peers}"), kinds[idx % len(kinds)], f"flood {idx}") for idx in range(num)]
 
 
-FEW = settings(max_examples=30)
+FEW = settings(max_examples=20)
 """Each runs a device for a while."""
 KINDS = st.lists(st.sampled_from(Priority), min_size=1, max_size=3)
 THINKING = st.sampled_from((0.0, 0.002, 0.05, 0.4))

@@ -10,7 +10,7 @@ from commands import Running, Terminal, command, sentence
 from swarm_models import NUM_BLOCKS, connected, generate_seeded, prompt
 from transformers import PreTrainedModel
 
-pytestmark = pytest.mark.rotates(3, whole_file=True)
+pytestmark = pytest.mark.rotates(5, whole_file=True)
 
 FLAGS = ("--new_swarm", "--host_maddrs", "/ip4/127.0.0.1/tcp/0", "--num_threads", 1)
 EXACT = ("--dtype", "float32", "--quant_type", "none", "--update_period", 2)

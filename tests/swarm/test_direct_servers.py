@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from swarm_models import NUM_BLOCKS, OPTIONS, connected, metric, prompt, wait_until
 from transformers import PreTrainedModel
@@ -29,6 +30,7 @@ def test_streams_in_use_are_direct_and_tokens_the_same(llama: Path, local: PreTr
         wait_until(all_are_direct, "leaving the daemons")
 
 
+@pytest.mark.rotates(3)
 def test_servers_without_direct_port_use_the_daemons(llama: Path, local: PreTrainedModel) -> None:
     ids = prompt()
     expected = local.generate(ids, max_new_tokens=40, do_sample=False)

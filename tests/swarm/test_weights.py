@@ -75,6 +75,7 @@ def test_a_merged_fine_tune_is_a_model_of_its_own(llama: Path, local: PreTrained
             assert fingerprint(open_checkpoint(str(directory)))[:12] in said.stdout
 
 
+@pytest.mark.rotates(3)
 def test_what_samples_miss_is_seen_when_blocks_are_read(llama: Path, local: PreTrainedModel, tmp_path: Path) -> None:
     """One of three servers of the same blocks has a damaged file: no client uses it beside the others."""
     bad = copied(llama, tmp_path / llama.name, damaged)
@@ -104,6 +105,7 @@ def test_what_samples_miss_is_seen_when_blocks_are_read(llama: Path, local: PreT
             assert got.tolist() == expected.tolist() != local.generate(ids, do_sample=False, **LONG).tolist()
 
 
+@pytest.mark.rotates(3)
 def test_a_server_whose_files_become_others_says_so_and_loads_none_of_them(
     llama: Path, local: PreTrainedModel, tmp_path: Path
 ) -> None:
