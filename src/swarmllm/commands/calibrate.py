@@ -55,11 +55,11 @@ class Calibrate:
 
 
 class Shell:
-    """Takes the place of the client's methods, which nobody calls here."""
+    """An empty mixin in place of the client's, whose methods aren't needed here."""
 
 
 class BlockByBlock:
-    """Runs all blocks on rows of text, and notes the inputs of their weights. In place of the client's servers."""
+    """Runs all blocks on rows of text, and notes the inputs of their weights. It takes the place of servers."""
 
     def __init__(self, checkpoint: "Checkpoint", traits: "BlockTraits") -> None:
         self._checkpoint, self._traits = checkpoint, traits
@@ -83,7 +83,7 @@ class BlockByBlock:
         raise ForwardStopped
 
     def _run(self, span: "Span", names: Sequence[str], rows: "Sequence[BlockInputs]") -> "list[BlockInputs]":
-        """Load some blocks, with these names in the model, and run them on each row; the inputs of the next ones."""
+        """Load some blocks and run them on each row; returns the next blocks' inputs. `names`: of all blocks."""
         import torch
 
         from swarmllm.config import own_cache_dir
@@ -167,10 +167,10 @@ def text_rows(tokenizer: Any, text: str) -> list[list[int]]:
 
 
 def _shell(checkpoint: "Checkpoint") -> tuple[BlockByBlock, Any]:
-    """A model whose blocks run one by one, and what runs them.
+    """The runner of the blocks, and a model that calls it in place of its blocks.
 
     Raises:
-        ConfigurationError: the model's blocks take something else than the outputs of the blocks before.
+        ConfigurationError: the model's blocks take more than the outputs of the blocks before them.
     """
     import torch
 

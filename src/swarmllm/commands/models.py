@@ -42,12 +42,13 @@ AS_STORED = "auto"
 IN_PLACE = Link(round_trip_ms=0.0)
 """Between devices of a machine."""
 CPU_BLOCK_MS, GPU_BLOCK_MS = 0.3, 0.03
-"""Milliseconds of a step in a block besides reading its weights. Measured with the embedded model on a CPU; assumed for
-GPUs, which replay recorded steps."""
+"""Milliseconds that a step takes in a block besides the time for reading its weights. Measured with the embedded model
+on a CPU; assumed for GPUs, which replay recorded steps."""
 LEAST_READING = 0.25
-"""Least share of a server's time per block for reading weights. With less, the blocks are too small to tell a speed."""
+"""Least share that reading weights must have in a server's time per block. With less, the blocks are too small to tell
+the machine's speed."""
 ASSUMED_BYTES_PER_S = 10e9
-"""Speed of such servers in plans, which then show no speed."""
+"""Stands in plans for the speed of such servers. The command shows no speeds then."""
 NEAR = Link(round_trip_ms=1.0)
 """Between servers, if none announces a round trip. Assumed: a local network."""
 
@@ -217,8 +218,8 @@ def known_checkpoint(name: str) -> Iterator["Checkpoint"]:
 
 
 def models_to_list(named: Sequence[str]) -> list[tuple[str, str]]:
-    """(name, place) of all that may be models: in the cache of the hub, those named, in named directories and one level
-    below."""
+    """(name, place) of all that may be models: in the hub's cache, named ones, and those in named directories or one
+    level below."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 

@@ -1,16 +1,17 @@
 """A plan for a swarm: the blocks of each machine, their format, and the expected speed. Pure.
 
 Used by `swarmllm models`. All machines that see the same facts make the same plan: the order of inputs doesn't matter,
-inputs are rounded, and ties are broken by peer id. Rounding can't hide noise at the border of two steps. There the
-present plan decides, which stays unless another one is clearly better.
+inputs are rounded, and ties are broken by peer id. Two machines may still round a noisy speed differently, if it is
+between two steps. So the present plan stays unless another one is clearly better.
 
 How a plan is made:
 
-1. A format and a chain for one text. Options in the order of preference: one machine, in the first format that fits;
-   then a chain of machines, in the first format that fits. A later option wins only if it is `WORTH_IT` times as fast.
+1. A format and a chain for one text (`_choose_chain`). Options in the order of preference: one machine, in each format
+   that fits, the most precise first; then several machines, in each format. A later option wins only if it is
+   `WORTH_IT` times as fast. So one machine is enough unless more are clearly faster, or none holds the model.
 2. All other machines keep the blocks of the present plan. Machines without blocks hold as many as fit, where the swarm
    is weakest (`placement.weakest_window`).
-3. Out of balance, single machines move, as `placement.plan_move` says.
+3. If the swarm is out of balance, single machines move, as `placement.plan_move` says.
 
 The chain of step 1 replaces a present plan only if the swarm gets clearly faster, and soon makes up for the time of
 loading. Otherwise all machines keep their blocks, and those that load the fewest bytes take blocks that are missing.
@@ -35,12 +36,12 @@ from swarmllm.swarm.route_costs import HOP_COST_MS, RouteCosts
 from swarmllm.swarm.routing import find_route, route_cost_ms
 
 WORTH_IT = 2.0
-"""Times as fast that a chain must be to replace one machine, or fewer bits to replace more. Assumed; 4 bits in place of
-8 are 1.9 times as fast on the same machine, which is no reason."""
+"""An option must be this many times as fast to be chosen in place of one that comes before it: a chain in place of one
+machine, or fewer bits in place of more. Assumed: 4 bits in place of 8 are 1.9 times as fast, which isn't enough."""
 MIN_GAIN = 1.25
-"""Times as fast that a new plan must be to replace a present one. Assumed, as `min_gain_to_move` of sessions."""
+"""A new plan must be this many times as fast to replace a present one. Assumed, as `min_gain_to_move` of sessions."""
 HORIZON_S = 3600.0
-"""Seconds for which a plan is made: loading must take less time than it saves in them. Assumed."""
+"""Seconds for which a plan is made: within these, it must save more time than its loading takes. Assumed."""
 LOAD_BYTES_PER_S = 100e6
 """Bytes of blocks that a machine loads in a second. Assumed: a disk, or a network of 1 Gbit/s."""
 SPEED_STEPS = 8
@@ -55,7 +56,7 @@ NUM_REFINED = 16
 NUM_SEEDS = 4
 """Machines around which a chain is searched, if there are more than `NUM_CANDIDATES`."""
 NUM_CANDIDATES = 12
-"""Machines among which a chain is searched, besides as many as it needs."""
+"""A chain is searched among this many machines more than it needs."""
 NUM_CLIENTS = 8
 """Machines with the first block that are tried as the place of the client; the fastest ones."""
 
@@ -278,7 +279,7 @@ def _rounded(machine: Machine) -> Machine:
 
 
 def _in_steps(value: float) -> float:
-    """The nearest power of 2^(1 / SPEED_STEPS). A number that isn't positive becomes 0."""
+    """The nearest power of 2^(1 / SPEED_STEPS). A number that isn't positive becomes 0; infinity stays."""
     return 2.0 ** (round(math.log2(value) * SPEED_STEPS) / SPEED_STEPS) if 0 < value < math.inf else max(0.0, value)
 
 
@@ -302,7 +303,7 @@ def _ways(
 
 
 def _choose_chain(tasks: Sequence[_Task]) -> tuple[_Task, Chain] | None:
-    """The best option of step 1; None: the model doesn't fit."""
+    """The best option of step 1, where one machine is a chain of one hop; None: the model doesn't fit."""
     best: tuple[float, _Task, Chain] | None = None
     for search in (_best_alone, _best_chain):
         for task in tasks:
@@ -351,10 +352,10 @@ def _candidates(task: _Task) -> Iterator[list[int]]:
 
 
 def _search_chains(task: _Task, candidates: Sequence[int]) -> list[tuple[float, Chain]]:
-    """The fastest chain through these machines, block by block; empty: there is none.
+    """The fastest chain through these machines, found block by block; empty: there is none.
 
-    Every machine takes as many blocks as fit, the last one those that are left. Then the borders are moved, so that
-    not the last but the slowest machine has less than it could hold.
+    First every machine takes as many blocks as fit, and the last one takes the rest. Then the borders are moved: slow
+    machines get fewer blocks, and fast ones more.
     """
     num_blocks = task.model.num_blocks
     labels: list[dict[tuple[int, int, int], tuple[float, Chain]]] = [{} for _ in range(num_blocks + 1)]

@@ -1,10 +1,12 @@
 """Direct connections: a door on loopback, and streams that move through it. No daemon."""
 
 import asyncio
+import errno
 import os
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import uvloop
@@ -152,3 +154,22 @@ async def test_dialling_a_closed_door() -> None:
         offer = DirectOffer(port=door.port, certificate=bytes(32), ticket=bytes(32))
     with pytest.raises(OSError, match="failed"):
         await dial(HOST, offer)
+
+
+@pytest.mark.parametrize("error", ["EMFILE", "ECONNABORTED", "EPROTO"])
+async def test_only_this_machine_closes_the_door_for_a_while(error: str) -> None:
+    """A dialler that has left again, or whose network fails, costs the others no more than any connection."""
+
+    class Failing(socket.socket):
+        def accept(self) -> NoReturn:
+            raise OSError(getattr(errno, error), error)
+
+    loop = asyncio.get_running_loop()
+    async with opened_door() as door:
+        with Failing() as listener:
+            before = loop.time()
+            door._accept(listener)
+            timer = door._resting.pop(listener)
+            timer.cancel()
+        is_long = timer.when() >= before + direct.OUT_OF_FILES_S
+        assert is_long == (error == "EMFILE")

@@ -26,9 +26,9 @@ from swarmllm.models.quantization.decoded import FORMS, GgufBlocks
 from swarmllm.models.quantization.packed import Packed
 
 TIMEOUT_S = 30.0
-"""Most seconds for one tensor to pass. Assumed: all compute equally long, so a later process is frozen or gone."""
+"""Most seconds for one tensor to pass. Assumed: all compute equally long, so a process this late is frozen or gone."""
 BUFFER_BYTES = 1 << 20
-"""Asked for; systems give less. A sender waits less often for the receiver."""
+"""Size of a socket's buffers: with large ones, a sender waits less often. Systems may give less than this."""
 MUTUAL_BYTES = 32 << 10
 """Two processes send each other at most this much at the same time: it has to fit into a socket's buffer."""
 _LENGTH = struct.Struct("<Q")
@@ -42,7 +42,7 @@ class SharedPart(NamedTuple):
 
 
 class Keep(NamedTuple):
-    """Keep a part of a matrix, or of each of several."""
+    """Keep a part of a matrix, or of each matrix of a stack of experts."""
 
     number: int
     packed: Packed
@@ -92,7 +92,7 @@ class Call(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """The answer of a process that couldn't do it."""
+    """The answer of a process that couldn't do what it was told."""
 
     reason: str
 
@@ -106,7 +106,7 @@ class Abandon(NamedTuple):
 
 
 class Held(NamedTuple):
-    """Stands for an object in a message."""
+    """Stands in a message for an object that followers hold."""
 
     number: int
 
@@ -129,7 +129,7 @@ class Link:
     """One end of a connection between the server's process and a follower.
 
     `timeout_s`: most seconds for one tensor to pass; None: the end of the other process is the end of all waiting.
-    `name` may say what stands for an object in messages, and `find` returns the object at the other end.
+    `name` may return a stand-in that is sent in place of an object; at the other end, `find` returns the object for it.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class Link:
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves out tensors, which are sent after the object, and what stands for itself at the other end."""
+    """Leaves out tensors, which are sent after the object, and sends stand-ins for the objects that `name` knows."""
 
     def __init__(self, file: io.BytesIO, tensors: list[Tensor], name: Callable[[Any], Any]) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)

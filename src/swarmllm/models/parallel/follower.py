@@ -1,10 +1,11 @@
 """`python -m swarmllm.models.parallel.follower`: holds parts of matrices, and multiplies by them on command.
 
-`shared` starts it. Standard input is a socket to the server. A follower ends when it closes, or on Linux when its
-parent dies, so that no follower outlives its server.
+`shared` starts it. Standard input is a socket to the server. A follower ends when that socket closes, or on Linux when
+its parent dies, so that no follower outlives its server.
 
 It also holds objects that the server's process has created here: a copy of the blocks, and the sessions' caches for
-its heads. It knows nothing about them: a `Call` names the object and the method.
+its heads. It knows nothing about them: a `Call` names the object and the method. When the server's process has lost its
+own object, the next `Call` names the number in `dropped`, and `Follower._call` frees the object here.
 """
 
 import ctypes
@@ -64,7 +65,8 @@ class Follower:
         """Obey a command.
 
         Raises:
-            Exception: there is no server any more to report an error to, or the two differ now.
+            Exception: the server is gone; or a call without an answer failed, so that this process and the server's
+                have different objects now. The follower ends then.
         """
         match command:
             case Keep():
@@ -113,7 +115,7 @@ class Follower:
             pass
         except (OSError, EOFError):
             raise
-        except Exception as error:  # noqa: BLE001 - whoever asked is told, and the others who ask are served
+        except Exception as error:  # noqa: BLE001 - the server is told, and later calls are served
             self._link.send(_failure(error))
             return
         self._link.send(Done())
@@ -121,7 +123,7 @@ class Follower:
     def _answer(self, compute: Callable[[], object]) -> None:
         try:
             answer = compute()
-        except Exception as error:  # noqa: BLE001 - whoever asked is told, and the others who ask are served
+        except Exception as error:  # noqa: BLE001 - the server is told, and later calls are served
             answer = _failure(error)
         self._link.send(answer)
 

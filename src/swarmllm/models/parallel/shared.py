@@ -110,7 +110,7 @@ class Group:
         self.device = devices[0]
         self.rank = 0
         self.lost = ""
-        """Why nothing can be computed any more."""
+        """The reason why nothing can be computed any more; "": none."""
         self.num_bytes = [0] * self.size
         """Memory of each process's parts."""
         self.is_stepping = False
@@ -119,7 +119,7 @@ class Group:
         """Numbers of objects that followers hold copies of."""
         self._num_objects = 0
         self._dropped: deque[int] = deque()
-        """Numbers of those that are gone here; any thread may have dropped them."""
+        """Numbers of objects that are gone here; the next call has followers free theirs. Any thread may add some."""
         self._ended: set[int] = set()
         """Followers that have failed in this step."""
         self._num_weights = 0
@@ -167,7 +167,7 @@ class Group:
     # ------------------------------------------------------------------ what is asked
 
     def keep(self, packed: Packed, sizes: Sequence[int], bias: Tensor | None, cut: Cut = "rows") -> SharedPart:
-        """Give each follower its part of a matrix, or of each of several, and of its bias."""
+        """Give each follower its part of a matrix (or of each matrix of a stack of experts), and of its bias."""
         part = SharedPart(self._num_weights)
         self._num_weights += 1
         for rank in range(self.size):
@@ -225,7 +225,7 @@ class Group:
     # ------------------------------------------------------------------ objects that followers hold, and steps
 
     def hold(self, value: Any, target: Any, method: str, *args: Any, **kwargs: Any) -> None:
-        """Have followers call a method of `target`; the result stands for `value` there, as long as it exists.
+        """Have followers call a method of `target`; the result stands for `value` there until `value` is gone here.
 
         Raises:
             RuntimeError: a follower can't make it.
@@ -263,7 +263,7 @@ class Group:
 
     @contextmanager
     def step(self, target: Any, method: str, *args: Any) -> Iterator[None]:
-        """Within: followers run the same method, and products are exchanged; this process runs it in the block.
+        """Within: followers run this method, the caller runs the same one here, and products are exchanged.
 
         Raises:
             RuntimeError: a follower has failed. What the step has changed is in an undefined state, as if it had failed

@@ -16,7 +16,7 @@
 
 A new type has its name in `rules` and in `server/settings`, its class of `Packed` in a file of its own, its line in
 `loading.pack`, and its error in `client/view/servers`. Used by `load_block_span`; knows no spans and no network.
-Activations, norms, routers and biases stay as they are.
+A new type of `--activations` begins at `loading.resolve_activations`. Norms, routers and biases stay as they are.
 """
 
 from swarmllm.models.quantization.rules import (

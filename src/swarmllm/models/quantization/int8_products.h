@@ -25,9 +25,9 @@
 #define TILE_ROWS 4
 #define INPUTS_AT_ONCE 32 /* whose pieces stay in the first caches with those of the rows */
 #define STRIP_ROWS 64     /* that are multiplied by all inputs before the next */
-#define ZERO 128          /* is added to signed codes of weights: processors multiply bytes without a sign by signed ones */
+#define ZERO 128          /* added to signed codes of weights: processors multiply unsigned bytes by signed ones */
 
-/* A piece of an input: it is code * scale. */
+/* A piece of an input: each number is about code * scale. */
 typedef struct {
     int8_t codes[WORDS][GROUPS][4];
     float scale[GROUPS];
@@ -35,7 +35,7 @@ typedef struct {
     float totals[2][GROUPS];  /* the same times the scale */
 } rounded_piece;
 
-/* A piece of a row: it is (code - ZERO) * scale + least, with scales and least values of half groups. */
+/* A piece of a row: each weight is (code - ZERO) * scale + least. Kinds with one scale for a group use scale[0], least[0]. */
 typedef struct {
     uint8_t codes[WORDS][GROUPS][4];
     float scale[2][GROUPS];
@@ -114,7 +114,7 @@ INLINE whole in_register(whole values) { /* GCC would load it again for each pro
 
 /* ---------------------------------------------------------------- inputs */
 
-/* 32 numbers as codes and their scale, which is no number if one of them is none or infinite. */
+/* 32 numbers as codes; returns their scale, which is NaN if one of them is NaN or infinite. */
 INLINE float round_group(const float *numbers, int8_t *codes) {
     int32_t largest = 0;
     for (int i = 0; i < 32; i++) {
@@ -125,14 +125,14 @@ INLINE float round_group(const float *numbers, int8_t *codes) {
     }
     float most;
     memcpy(&most, &largest, sizeof most);
-    int is_finite = largest < 0x7f800000, is_tiny = largest < 0x10000000; /* 2^-95, of which 127/x is finite */
+    int is_finite = largest < 0x7f800000, is_tiny = largest < 0x10000000; /* 2^-95: 127 / most is finite above */
     float steps = is_finite && !is_tiny ? 127.0f / most : 0.0f;
-    for (int i = 0; i < 32; i++) /* to the nearest, since floats as large as this have no fractions */
+    for (int i = 0; i < 32; i++) /* rounds to the nearest: floats as large as 1.5 * 2^23 have no fractions */
         codes[i] = (int8_t)(int32_t)((is_finite ? numbers[i] : 0.0f) * steps + 0x1.8p23f - 0x1.8p23f);
     return is_finite ? (is_tiny ? 0.0f : most / 127.0f) : most - most;
 }
 
-/* [num, columns] -> [num, pieces]. */
+/* [num, columns] -> [num, pieces]; columns are a multiple of 32, and what is missing in the last piece is 0. */
 void OF_VERSION(round_inputs)(const float *inputs, int64_t num, int64_t columns, void *rounded) {
     rounded_piece *piece = rounded;
     for (int64_t n = 0; n < num; n++, inputs += columns) {
@@ -336,7 +336,7 @@ INLINE void open_large_blocks(int kind, const uint8_t *from, int groups, row_pie
     store_words(found, kind == Q6_K ? ZERO - 32 : ZERO, to);
 }
 
-/* Of kinds without a faster way. */
+/* Kinds for which it isn't worth having a faster way. */
 INLINE void open_rare_blocks(int kind, const uint8_t *row, int64_t start, int groups, row_piece *to) {
     bytes_of_group found[GROUPS];
     memset(found, 0, sizeof found);
@@ -384,7 +384,7 @@ INLINE void open_bytes(const weight *w, int64_t row, int64_t start, int groups, 
             to->scale[0][group] = group < groups ? scale_of(w, row, (start + 32 * group) / size) : 0.0f;
 }
 
-/* A function for each kind of codes opens the piece of a row that begins at column `start`. */
+/* To open is to bring the codes of a piece of a row into the order of `row_piece`. `start` is its first column. */
 typedef void opens(const weight *, int64_t, int64_t, row_piece *);
 #define OPENS(name, whole_piece, part_of_it)                                                               \
     APART void open_##name(const weight *w, int64_t row, int64_t start, row_piece *to) {                    \

@@ -2,7 +2,12 @@
  *
  * A line is for one new position. It runs for some rows at a time: new positions of any sessions. Each row has an arena of
  * its own, where all values are floats. An operation rounds its result if the model keeps it in bfloat16, as torch does.
- * Rows meet in products only, and a product's row is the same in any company: so a row's result depends on that row alone.
+ * Only products compute several rows at once, and they give a row the same numbers whatever the other rows are: so a row's
+ * result depends on that row alone.
+ *
+ * Nothing is checked here. Places in the arena come from the recording (step.py), and no number in it is ever an index. The
+ * places of keys and values come from the session's cache (SpanCache.extend), which has made room for them. A client's
+ * position ids become floats, so they may be any numbers.
  */
 #include <math.h>
 #include <sched.h>
@@ -27,8 +32,8 @@ INLINE vec bfloats_at(const uint16_t *from) {
 #endif
 }
 
-INLINE float float_of(uint16_t half) {
-    uint32_t bits = (uint32_t)half << 16;
+INLINE float float_of(uint16_t bfloat) {
+    uint32_t bits = (uint32_t)bfloat << 16;
     float value;
     memcpy(&value, &bits, sizeof value);
     return value;
@@ -70,13 +75,15 @@ INLINE float logistic(float x) { return 1.0f / (1.0f + exponential(-x)); }
 
 /* ------------------------------------------------------------------ one number from one or two others */
 
+/* ivdep: no number depends on an earlier one of the loop. In place, each is read before it is written. */
 #define EACH(value)                                                                                                    \
     _Pragma("GCC ivdep") for (int64_t i = 0; i < n; i++) {                                                             \
         float x = a[i * sa], y = b[i * sb];                                                                            \
         (void)x, (void)y;                                                                                              \
         o[i * so] = value;                                                                                             \
     }
-/* Loops of their own for numbers that lie side by side, and for the same second number. */
+/* A loop for numbers side by side, one for the same second number for all, and one for any strides. GCC makes vectors of
+ * the first two. */
 #define POINTWISE(name, value)                                                                                         \
     APART void each_##name(const instruction *is, float *o, const float *a, const float *b) {                          \
         const int64_t n = is->sizes[DIMS - 1];                                                                         \
@@ -148,7 +155,7 @@ INLINE float sum_of_axis(const instruction *is, const float *a) {
     return total / is->number;
 }
 
-/* Over the last axis, which lies side by side: minus the mean, divided by the deviation. `number` is added to its square. */
+/* Over the last axis, whose numbers lie side by side: minus the mean, divided by the deviation. `number` is the epsilon. */
 INLINE void layer_norm(const instruction *is, float *o, const float *a) {
     int64_t n = is->sizes[DIMS - 1];
     float mean = 0.0f, square = 0.0f;
@@ -215,7 +222,7 @@ INLINE void multiply_part(const instruction *is, const step *s, int64_t start, i
             outputs[row * s->arena_floats + i] = rounded(outputs[row * s->arena_floats + i]);
 }
 
-/* Write keys or values `[heads, head]` of a new position. */
+/* Write keys or values `[heads, head]` of a new position to the session's cache. */
 INLINE void append(const instruction *is, const step *s, const stored *at, const float *arena) {
     const float *from = arena + is->one.offset;
     int64_t heads = is->sizes[DIMS - 2], size = is->sizes[DIMS - 1];
@@ -325,7 +332,8 @@ static attention *const ATTEND_OF[2][QUERIES] = {
     {attend_1_BFLOAT16, attend_2_BFLOAT16, attend_3_BFLOAT16, attend_4_BFLOAT16},
 };
 
-/* Queries `[key heads, queries of each, head]` of a new position attend to what it sees: those of one head of keys. */
+/* Attention of a new position: one head of keys, and the heads of queries that share it. `sizes`: heads of keys, heads of
+ * queries that share one, sizes of a head of keys and of values. */
 INLINE void attend(const instruction *is, const step *s, const stored *at, float *arena, int64_t head, int64_t thread) {
     float *queries = s->queries + thread * QUERIES * is->sizes[2], *scores = s->scores + thread * s->scores_floats;
     const float *from = arena + is->one.offset;
@@ -361,7 +369,7 @@ INLINE const stored *stored_of(const instruction *is, const step *s, int64_t row
  * many parts it has, and how many are taken, in one number, so that nobody takes a part of an operation that is over.
  */
 #define PART_ROWS 256     /* of a matrix, at least */
-#define PART_CODES (1 << 17) /* the same in codes; assumed: a part takes some 10 microseconds */
+#define PART_CODES (1 << 17) /* of a matrix, at least; assumed: they take some 10 microseconds */
 #define SPINS 4000        /* then other threads get the core */
 #define TAKEN(parts) ((parts) & 0xffff)
 #define ALL_PARTS(parts) ((parts) >> 16 & 0xffff)
@@ -372,7 +380,7 @@ INLINE const stored *stored_of(const instruction *is, const step *s, int64_t row
 #define PAUSE() (void)0
 #endif
 
-/* One part of what is published. */
+/* One part of the published operation. */
 APART void run_part(const step *s, const instruction *is, int64_t part, int64_t parts, int64_t thread) {
     if (is->kind == PRODUCT) {
         int64_t out = is->sizes[DIMS - 1], strips = (out + STRIP - 1) / STRIP, end = strips * (part + 1) / parts * STRIP;
@@ -405,7 +413,7 @@ INLINE void wait_a_little(int *spins) {
         sched_yield();
 }
 
-/* What other threads run from the beginning of a step to its end. */
+/* Helper threads run this from the beginning of a step to its end. */
 void OF_LEVEL(help)(step *s, int64_t thread) {
     for (int spins = 0; !__atomic_load_n(&s->ended, __ATOMIC_ACQUIRE);)
         if (take_part(s, thread))

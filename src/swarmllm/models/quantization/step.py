@@ -26,11 +26,11 @@ logger = logging.getLogger(__name__)
 
 DIMS = 4
 ALIGNED = 16
-"""Floats that a value begins at a multiple of: a vector of the widest processors."""
+"""Each value begins at a multiple of this many floats: a vector of the widest processors."""
 QUERIES = 4
-"""Rows of scores that attention needs at once (`step.h`)."""
+"""Heads of queries that attention computes at once, the same number as in `step.h`: each needs a row of scores."""
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-"""Types of hidden states, keys and values."""
+"""Types of hidden states, keys and values, with their numbers in `weight.h`."""
 
 
 class Kind(IntEnum):
@@ -63,6 +63,8 @@ class Kind(IntEnum):
 
 
 class _Place(ctypes.Structure):
+    """`place` of `step_line.h`, with the fields in the same order; so are the next two."""
+
     _fields_ = (("fixed", ctypes.c_void_p), ("offset", ctypes.c_int64), ("strides", ctypes.c_int64 * DIMS))
 
 
@@ -160,10 +162,15 @@ class Operation:
     rounds: bool = False
     """True if the result is rounded to bfloat16."""
     number: float = 0.0
+    """ADD: factor of `other`. SUM: divisor. LAYER_NORM: epsilon. ATTEND: factor of the scores."""
     matrix: kernels.Matrix | None = None
+    """The matrix of a PRODUCT."""
     bias: Tensor | None = None
+    """The bias of a LAYER_NORM, whose weights are `other`."""
     block: int = 0
+    """The block whose keys and values are appended or attended to."""
     window: int = 0
+    """Last positions that ATTEND sees, the new one included; 0: all."""
     problem: str = ""
     """The reason why it can't be run, if it can't."""
 
@@ -175,7 +182,7 @@ class Operation:
 
     @property
     def is_kept(self) -> bool:
-        """True if it is needed although nobody reads its result."""
+        """True if it is needed although no operation reads its result: it writes to a session's cache."""
         return self.kind in (Kind.APPEND_KEYS, Kind.APPEND_VALUES)
 
 
@@ -195,8 +202,8 @@ class Recorded:
 def simplified(recorded: Recorded) -> Recorded:
     """The same with fewer copies.
 
-    A copy of a whole value that stays the same is that value. A copy that rounds is the value rounded at once, if
-    nobody else reads the longer floats.
+    If a value isn't written to any more, a copy of all of it is dropped, and its readers read that value. A copy that
+    rounds is dropped if it is the only reader: then the operation that makes the value rounds instead.
     """
     writers, readers = Counter[int](), Counter[int]()
     last_write: dict[int, int] = {}
@@ -383,7 +390,7 @@ class Line:
 
     def _offset(self, view: View) -> int:
         assert view.value is not None
-        return self._places[0].get(view.value, -1 - view.offset) + view.offset
+        return self._places[0][view.value] + view.offset  # a KeyError is better than a place outside the arena
 
     def _instruction(self, operation: Operation) -> _Instruction:
         matrix, bias, sizes = operation.matrix, operation.bias, (ctypes.c_int64 * DIMS)(*operation.sizes)
@@ -401,15 +408,17 @@ class Line:
 
 
 def _room(tensor: Tensor, num_floats: int) -> Tensor:
+    """This tensor if it is large enough, or a new one. Its content doesn't matter."""
     return tensor if tensor.numel() >= num_floats else torch.empty(num_floats)
 
 
 def collapsed(
     sizes: Sequence[int], strides: Iterable[Sequence[int]], most: int = DIMS
 ) -> tuple[tuple[int, ...], list[tuple[int, ...]]] | None:
-    """The same axes for all views, as few as possible, with 1s before them: `DIMS` sizes, and strides of each view.
+    """Merge neighbouring axes that are one axis in all views; returns `DIMS` sizes, and as many strides of each view.
 
-    None: more than `most` are left.
+    `sizes` are of the result, `strides` of each view. Axes of size 1 fill up the front. None: more than `most` axes
+    are left.
     """
     kept = [axis for axis, size in enumerate(sizes) if size != 1]
     merged: list[tuple[int, ...]] = []  # (size, stride of each view)

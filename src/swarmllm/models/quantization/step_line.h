@@ -22,7 +22,7 @@ typedef struct {
     place out, one, other;
     const weight *matrix;
     const float *bias;
-    float number; /* an operand that is the same for all */
+    float number; /* see Operation.number in step.py */
 } instruction;
 
 /* A row's keys and values in a block, `[heads, capacity, head]` each, and the place of the new position. */
@@ -38,7 +38,7 @@ typedef struct {
     int64_t num_rows, first_block, num_blocks, hidden_size; /* of the run */
     int64_t kept_kind;    /* of keys, values, hidden states: FLOAT32 or BFLOAT16 */
     int64_t arena_floats; /* of a row */
-    int64_t hidden_at, output_at, position_at; /* in the arena; the last one is -1 if no operation wants it */
+    int64_t hidden_at, output_at, position_at; /* in the arena; position_at is -1 if the line takes no position */
     float *arena, *inputs, *scores, *queries; /* the last two of each thread */
     const stored *stored;         /* [rows, blocks] */
     const int64_t *positions; /* [rows] */

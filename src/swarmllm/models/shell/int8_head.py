@@ -2,9 +2,9 @@
 
 The head of a large vocabulary reads more memory for a token than a block does. `round_head` gives it a class that
 multiplies by a copy with half of the bytes, in the format of servers with `--quant_type int8`. The head's own weight
-stays as it is: embeddings may share it, checkpoints hold it, and it is trained. So wherever gradients are recorded, it
-is the one that is multiplied. The copy is made when it is first needed, and anew when the weight has changed. Called by
-`client/distributed_model`.
+stays as it is: embeddings may share it, checkpoints hold it, and training changes it. So forwards that record gradients
+multiply by the head's own weight. The copy is made when it is first needed, and made again when the weight has changed.
+Called by `client/distributed_model`.
 """
 
 from typing import Any
@@ -17,7 +17,8 @@ from swarmllm.errors import ConfigurationError
 from swarmllm.models.quantization.packed import Int8, Packed
 
 SAMPLE = 64
-"""Weights that are compared to see changes that torch doesn't count: peft merges adapters into `weight.data`."""
+"""At least so many weights are compared, because torch doesn't count all changes: peft merges adapters into
+`weight.data`."""
 
 
 class Int8Head(nn.Linear):
@@ -37,7 +38,7 @@ class Int8Head(nn.Linear):
         known: tuple[Any, Tensor, Packed] | None = self.__dict__.get("copy")
         if known is None or known[0] != about or not torch.equal(known[1], sample):
             packed = Int8.quantize(weight.detach()).for_device(weight.device)
-            # Through __dict__, so it is neither saved nor moved. Replaced as a whole: other threads may write texts.
+            # In __dict__, so that it is neither saved nor moved. Replaced as a whole: other threads may run the head.
             self.__dict__["copy"] = known = about, sample.clone(), packed
         return known[2]
 

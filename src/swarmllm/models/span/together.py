@@ -1,13 +1,14 @@
 """Blocks that all processes of a group run together: each has some attention heads, and some features of each MLP.
 
-`find_pairs` finds the modules whose matrices can be cut so that each process computes with its own part until the last
-product, which is a sum of all processes' products (EnergonAI, section 4.1.3). They are found by their shapes, and
-tried: the module is called with the parts of one process after the other, and the results must add up to its own. So
-no architecture is named here. `load_block_span` calls it for each block that it reads, and spreads the matrices so.
+`Pairs` finds the modules whose matrices can be cut so that each process computes with its own part until the last
+product, which is a sum of all processes' products (EnergonAI, section 4.1.3). Such a module is usually half a block:
+attention, or the MLP. They are found by their shapes, and tried: the module is called with the parts of one process
+after the other, and the results must add up to its own. So no architecture is named here. `load_block_span` calls
+`Pairs.of` for each block that it reads, and spreads the matrices over the processes accordingly.
 
 `run_together` gives each follower a copy of the blocks, with its own parts of the matrices. `BlockSpan.forward` and
-`PackedForward.run_packed` then run on all processes at once, each with its own caches (`parallel/shared`, steps). This
-is tried, too. Calls that need whole outputs of inner modules run in this process, which multiplies by command:
+`PackedForward.run_packed` then run on all processes at once, each with its own caches (the steps of `parallel/shared`).
+This is tried, too. Calls that need whole outputs of inner modules run in this process, which multiplies by command:
 adapters, gradients, and attention weights that a client asks for. If blocks have no pairs, or don't give the right
 results together, all calls run that way.
 """
@@ -44,11 +45,12 @@ from swarmllm.models.span.trials import random_inputs, rms
 logger = logging.getLogger(__name__)
 
 UNITS = (256, 64, 32, 16, 1)
-"""Features that stay together: the first number that gives each process some. Formats in few bits have groups of up to
-256 weights, and kernels like multiples of 16."""
+"""Numbers of features that are never cut apart. The first one with which each process gets some is taken. Formats in
+few bits have groups of up to 256 weights, and kernels are faster with multiples of 16."""
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 """Largest relative errors by rounding. Measured: 3e-7 in float32; wrong parts have errors around 1."""
 POSITIONS = 8
+"""Length of the prompt with which blocks are tried."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class _Module:
         return head_dim if isinstance(head_dim, int) else 0
 
     def places(self, num_processes: int) -> Iterator[dict[str, Place]]:
-        """Ways to cut its matrices that fit their shapes: one of them is the last, all others get the same inputs."""
+        """Ways to cut its matrices that fit their shapes: one matrix is the last, the others get the same inputs."""
         for leaving in reversed(self.weights):
             outputs, width = self.weights[leaving].packed.shape
             shapes = {name: weight.packed.shape for name, weight in self.weights.items() if name != leaving}
@@ -146,7 +148,7 @@ class Pairs:
 
 
 class _Alone:
-    """One process of a step, without the others."""
+    """Stands for the group while one process's part is tried: products aren't exchanged (`shared.Member`)."""
 
     is_stepping = True
 
@@ -159,6 +161,8 @@ class _Alone:
 
 @dataclass(frozen=True)
 class _Call:
+    """A call of a module that was seen, and its output."""
+
     args: Any
     kwargs: Any
     output: Tensor
@@ -183,7 +187,9 @@ def _recorded(model: PreTrainedModel, span: Span, modules: Sequence[nn.Module]) 
     calls: dict[nn.Module, _Call] = {}
 
     def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        args, kwargs, output = tree_map_only(Tensor, torch.clone, (args, kwargs, _first(output)))  # some go on in place
+        args, kwargs, output = tree_map_only(
+            Tensor, torch.clone, (args, kwargs, _first(output))
+        )  # later code may change them in place
         calls[module] = _Call(args, kwargs, output)
 
     hooks = [module.register_forward_hook(note, with_kwargs=True) for module in modules]

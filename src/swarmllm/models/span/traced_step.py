@@ -1,13 +1,17 @@
 """Decode steps on CPUs as straight lines: the model's own operations, recorded once, run without the model.
 
-A step of one new position is run by the model's own code, and each operation on its numbers is recorded. Operations
-that only look at numbers in another way (`view`, `transpose`, `chunk`) cost nothing afterwards. The kernels tell their
-products, and the cache tells of keys, values and attention. `quantization/step` runs the line for any number of rows,
-each a new position of some session. So this works for all architectures whose steps consist of known operations, and
-knows none of them. If a step has other operations, or reads numbers on the host, the model's own code runs it as ever.
-`packing_probe` compares lines with the model's own code.
+The model's own code runs a step of one new position, and `_Recorder` records each operation of torch on its numbers.
+Views (`view`, `transpose`, `chunk`) cost nothing when the line runs. The kernels report their products
+(`record_product`). The cache reports keys, values and attention (`_RecordedCache`). `quantization/step` runs the line
+for any number of rows, each a new position of some session. So this works for all architectures whose steps consist of
+known operations, and knows none of the architectures. If a step has other operations, or its Python code reads a number
+out of a tensor, the model's own code runs it. `packing_probe` compares lines with the model's own code.
 
-Only for blocks with weights that our kernels multiply: other blocks compute exactly what the local model computes.
+Only blocks with weights that our kernels multiply have lines. Other blocks must compute exactly what the local model
+computes.
+
+To add an operation, name it in `_SIMPLE`, in `_OF_TWO`, or in `_SPECIAL` with a method of `_Recorder`. If no `Kind`
+computes it yet, add one in the same place of `step.Kind` and `step_line.h`, and its loop to `step.h`.
 """
 
 import math
@@ -41,7 +45,7 @@ from swarmllm.models.span.paged_attention import PagedAttention, PagedBatch
 from swarmllm.models.span.trials import random_inputs
 
 POSITION = 3
-"""The position of the recorded step. Any is as good: a step that depends on it as a number of the host is refused."""
+"""The position of the recorded step. Any other would do: a step whose Python code reads the position is refused."""
 
 _SIMPLE = {
     "neg": Kind.NEGATE, "abs": Kind.ABSOLUTE, "sqrt": Kind.ROOT, "rsqrt": Kind.INVERSE_ROOT,
@@ -57,16 +61,17 @@ _OF_TWO = {
 _EXACT = {Kind.COPY, Kind.NEGATE, Kind.ABSOLUTE, Kind.LARGEST, Kind.SMALLEST}
 """Operations whose result is a bfloat16 if all that they read are."""
 _UNKNOWN_CONTENT = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"}
+"""Operations that make a tensor without content. It becomes a value when a value is written to it."""
 _OF_SHAPE = {"new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"}
 """Operations that read nothing of a tensor but its shape."""
 
 
-class _Unsupported(Exception):  # noqa: N818 - says why a step is run by the model's own code
+class _Unsupported(Exception):  # noqa: N818 - not an error: the model's own code runs the step
     """A step can't be a straight line."""
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records operations on values: on tensors that depend on the step's inputs."""
+    """Records operations on values. A value is the storage of tensors that depend on the step's inputs."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -78,7 +83,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._empty: set[int] = set()
         """Storages that are made in this step and not written to yet."""
         self._alive: list[Tensor] = []
-        """All tensors of the step: the address of one that is gone would be another's."""
+        """All tensors of the step. If one were freed, another could get its address and be mistaken for it."""
 
     # ------------------------------------------------------------------ values
 
@@ -90,10 +95,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive.append(tensor)
 
     def is_value(self, tensor: Any) -> bool:
+        """True for a tensor that depends on the step's inputs; others are the same in each step."""
         return isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata in self._values
 
     def whole(self, tensor: Tensor, axes: int) -> View:
-        """A value whose last `axes` axes an operation reads as they are."""
+        """A view of a value, with the strides of its last `axes` axes."""
         strides = tensor.stride()[-axes:] if axes else ()
         return self._view(tensor, (*(0,) * (DIMS - axes), *strides))
 
@@ -105,6 +111,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return View(self._values[tensor.untyped_storage()._cdata], int(tensor.storage_offset()), tuple(strides))
 
     def _rounds(self, kind: Kind, out: Tensor, read: Sequence[Tensor]) -> bool:
+        """True if the line must round the result, because torch keeps it in bfloat16."""
         if out.dtype not in DTYPES:
             raise _Unsupported(f"results of {out.dtype}")
         is_exact = kind in _EXACT and all(one.dtype == torch.bfloat16 for one in read)
@@ -120,6 +127,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Record an operation that torch has run, if it is on values."""
         name, given = func.overloadpacket.__name__, _tensors((args, tuple(kwargs.values())))
         if name in _UNKNOWN_CONTENT:
             self._empty.add(result.untyped_storage()._cdata)
@@ -162,7 +170,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise _Unsupported(f"the operation {name}")
 
     def _add(self, kind: Kind, out: Tensor, read: Sequence[Tensor], number: float = 0.0) -> None:
-        """An operation on each number of `out`."""
+        """Record an operation that computes each number of `out` from those of `read` in the same place."""
         read = [one.expand(out.shape) for one in read]
         fixed = [one if self.is_value(one) else _compact(one) for one in read]
         found = collapsed(out.shape, [one.stride() for one in (out, *fixed)])
@@ -270,7 +278,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )  # fmt: skip
 
     def product_of_one(self, args: Any, kwargs: Any, out: Tensor) -> None:
-        """A product of matrices whose common axis has one entry, as that of frequencies and the position."""
+        """A matrix product whose inner axis has size 1, such as frequencies times position in rotary embeddings."""
         one, other = args[:2]
         if one.shape[-1] != 1:
             raise _Unsupported("a product with a weight that isn't packed")
@@ -291,7 +299,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def record_append(self, block: int, keys: Tensor, values: Tensor) -> None:
-        """`[1, heads, 1, head]` each."""
+        """Called by the cache, which appends these keys and values `[1, heads, 1, head]`."""
         for kind, tensor in ((Kind.APPEND_KEYS, keys), (Kind.APPEND_VALUES, values)):
             if not self.is_value(tensor):
                 raise _Unsupported("keys that don't depend on the step")
@@ -302,7 +310,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def record_attention(
         self, query: Tensor, shapes: tuple[int, int, int], block: int, scale: float, window: int
     ) -> Tensor:
-        """The output `[1, 1, heads, head]` for `query` `[1, heads, 1, head]`.
+        """Called by the cache; returns zeros `[1, 1, heads, head]` as the output for `query` `[1, heads, 1, head]`.
 
         `shapes`: heads of keys, and the sizes of a head of keys and of values.
         """
@@ -386,7 +394,7 @@ class TracedSteps:
         Raises:
             PackingUnsupportedError: a step can't be a straight line.
         """
-        whole = self._lines.get((self._paged.blocks.span, dtype))
+        whole = self._lines.get((self._paged.blocks.span, dtype))  # it can begin and end at any block
         if whole is not None:
             return whole
         if (span, dtype) not in self._lines:

@@ -13,8 +13,8 @@ is in use (`dial`), and then the stream moves (`wire/stream`). If anything fails
     dialler → server MOVED on the old connection, which the server answers there
 
 Nobody without a ticket, and so without a stream that the server has accepted, gets any answer or any cryptography. A
-ticket works once, and only while its stream lives. So whatever holds for a stream (its peer id, lists, limits) holds
-for its direct connection, and the door needs no rules of its own about peers.
+ticket works once (`Door._knocked` takes it), and only while its stream lives (`Door.offer`). So all rules for a stream
+(its peer id, lists, limits) hold for its direct connection, and the door needs no rules of its own about peers.
 """
 
 import asyncio
@@ -57,16 +57,18 @@ NEAR_S = 0.02
 """Longest round trip to a peer that is dialled. On a longer way the daemons cost next to nothing, and their connection
 knows the network's speed already, whereas a new one begins slowly. Assumed."""
 KNOCK_S = 2.0
-"""For the first bytes of a connection. They are sent with the handshake of TCP."""
+"""Most seconds for the first bytes of a connection. The dialler sends them as soon as TCP has connected."""
 HANDSHAKE_S = 5.0
-"""For TLS, the ticket and the answer."""
+"""Most seconds for TLS, the ticket and the answer."""
 REST_S = 0.002
 """Least time between two connections that are accepted, so that a flood takes some percent of the event loop's time.
 The rest of it waits in the kernel."""
 OUT_OF_FILES_S = 1.0
-"""Rest after the operating system has refused."""
+"""The same after the operating system had no room for one."""
+NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+"""Errors of this machine. All others belong to one dialler, who must not keep the door closed for the rest."""
 MAX_UNPROVEN = 128
-"""Most connections to which no stream has moved yet. Others are hung up on."""
+"""Most connections to which no stream has moved yet. The door hangs up on any more."""
 MAX_UNPROVEN_PER_HOST = 64
 RETRY_S = 60.0
 """Seconds until a peer is dialled directly again after a failure."""
@@ -87,7 +89,7 @@ class DirectDialler:
     def take_offer(self, stream: FrameStream, host: str, offer: DirectOffer) -> bool:
         """Dial the peer of this stream, in the background. `host`: the other end of the present connection.
 
-        Returns False if it isn't time to: the peer is far away, or could not be dialled a moment ago.
+        Returns False if it should be asked again later: the peer is far away, or could not be dialled in `RETRY_S`.
         """
         loop, round_trip_s = asyncio.get_running_loop(), stream.liveness.least_round_trip_s
         if round_trip_s is None or round_trip_s > NEAR_S:
@@ -163,7 +165,7 @@ class Door:
         return cls(directory, (*listeners, beside), port)
 
     def offer(self, stream: FrameStream) -> DirectOffer:
-        """Make the offer for one stream, which its greeting carries."""
+        """Make the offer that the greeting of one stream carries. Its ticket ends when used, or with the stream."""
         ticket = secrets.token_bytes(TICKET_BYTES)
         name = _name_of(ticket)
         self._tickets[name] = ticket, stream
@@ -193,7 +195,8 @@ class Door:
             return  # the dialler has left again
         except OSError as error:
             logger.debug("can't accept a direct connection: %s", error)
-            rest_s = OUT_OF_FILES_S
+            if error.errno in NO_ROOM:
+                rest_s = OUT_OF_FILES_S
         else:
             sock.setblocking(False)
             caller = Caller("", address[0] if address else "", through_relay=False)
