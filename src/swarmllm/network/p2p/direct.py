@@ -60,6 +60,9 @@ KNOCK_S = 2.0
 """Most seconds for the first bytes of a connection. The dialler sends them as soon as TCP has connected."""
 HANDSHAKE_S = 5.0
 """Most seconds for TLS, the ticket and the answer."""
+MOVE_S = 30.0
+"""After the ticket, until the peer must have moved. Later the connection has no place any more: it counts with its
+stream, which can have no third one."""
 REST_S = 0.002
 """Least time between two connections that are accepted, so that a flood takes some percent of the event loop's time.
 The rest of it waits in the kernel."""
@@ -223,7 +226,7 @@ class Door:
             unproven = None
             moved = stream.move(reader, writer, first=False)
             writer.write(ACCEPTED)
-            await moved  # until then, the stream has two connections
+            await asyncio.wait({moved}, timeout=MOVE_S)  # until then, the stream has two connections
         except (OSError, EOFError, TimeoutError) as error:
             logger.debug("a direct connection from %s failed: %r", caller.host or "this machine", error)
         finally:
