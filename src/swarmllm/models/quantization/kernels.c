@@ -20,9 +20,13 @@ int64_t swarmllm_weight_bytes(void) {
     return sizeof(weight);
 }
 
-/* The same of the operations of steps. */
+/* The same of steps and their operations. */
 int64_t swarmllm_instruction_bytes(void) {
     return sizeof(instruction);
+}
+
+int64_t swarmllm_step_bytes(void) {
+    return sizeof(step);
 }
 
 /* The widest LEVEL of this processor. */

@@ -114,7 +114,8 @@ def why_no_steps() -> str:
     library = kernels.library()
     if library is None:
         return "swarmllm was installed without gcc"
-    if getattr(library, "swarmllm_instruction_bytes", int)() != ctypes.sizeof(_Instruction):
+    written_for = {"swarmllm_instruction_bytes": _Instruction, "swarmllm_step_bytes": _Step}
+    if any(getattr(library, name, int)() != ctypes.sizeof(of) for name, of in written_for.items()):
         return "the compiled kernels are of another version: install swarmllm anew"
     return ""
 
