@@ -565,14 +565,14 @@ def docstrings(owner: type) -> dict[str, str]:
     }
 
 
-def require_free_ports(maddrs: Sequence[str]) -> None:
+def require_free_ports(maddrs: Sequence[str], mend: str = "choose another port") -> None:
     """Raise ConfigurationError if another program listens on one of these TCP multiaddresses.
 
     For commands: the import that would find out takes seconds.
     """
     for maddr in maddrs:
         if place := re.fullmatch(r"/ip[46]/([^/]+)/tcp/(\d+)", maddr):
-            require_free_port(place[1], int(place[2]), f"can't listen on {maddr}", "choose another port")
+            require_free_port(place[1], int(place[2]), f"can't listen on {maddr}", mend)
 
 
 def require_free_port(host: str, port: int, problem: str, mend: str) -> None:

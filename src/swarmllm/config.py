@@ -101,10 +101,16 @@ def parse_block_ranges(text: str) -> tuple[tuple[int, int], ...]:
 
 
 def require_directory_or_hub_id(name_or_path: str) -> None:
-    """Raise ConfigurationError if the name looks like a directory that doesn't exist."""
+    """Raise ConfigurationError if the name is a file's, or looks like a directory that doesn't exist."""
     directory = user_path(name_or_path)
     looks_like_a_path = name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1
-    if not directory.is_dir() and (looks_like_a_path or directory.exists()):
+    if directory.is_dir():
+        return
+    if directory.exists():
+        raise ConfigurationError(
+            f"{name_or_path!r} is no directory: give the model's directory, a file that ends with .gguf, or a hub id"
+        )
+    if looks_like_a_path:
         raise ConfigurationError(f"the directory {name_or_path!r} does not exist")
 
 

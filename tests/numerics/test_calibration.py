@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from swarmllm.client.view.servers import BY_QUANT_TYPE
-from swarmllm.commands.calibrate import Calibrate, _shell, calibrate, text_rows
+from swarmllm.commands.calibrate import MOST_BYTES, Calibrate, _shell, calibrate, read_text, text_rows
 from swarmllm.data_structures import Span
 from swarmllm.demo.local_swarm import embedded_heldout_texts, embedded_model_path
 from swarmllm.errors import ConfigurationError
@@ -126,6 +126,26 @@ def test_the_command_writes_what_servers_read(tmp_path: Path, capsys: pytest.Cap
     assert errors[1].mean() < errors[0].mean()
     assert errors[1].max() < BY_QUANT_TYPE["q4_k"]
     assert len({blocks.digests for blocks in spans}) == 1
+
+
+@pytest.mark.parametrize(
+    ("output", "says"), [("missing/c.safetensors", "missing is missing or not yours"), (".", "is a directory: name a")]
+)
+def test_a_file_that_cannot_be_written_is_told_before_the_model_is_read(output: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        calibrate(Calibrate(model="/no/such/model", text="no-text", output=str(tmp_path / output)))
+
+
+def test_the_beginning_of_a_text_is_read(tmp_path: Path) -> None:
+    """Notepad's files, too."""
+    path = tmp_path / "text"
+    path.write_bytes("\ufeffa\r\nb".encode("utf-16-le"))
+    assert read_text(path) == "a\nb"
+    path.write_text("ab" * MOST_BYTES)
+    assert len(read_text(path)) == MOST_BYTES
+    path.write_bytes(b"\x7fELF\x02\x00")
+    with pytest.raises(ConfigurationError, match="is no text: give some pages in UTF-8"):
+        read_text(path)
 
 
 @pytest.mark.parametrize("squares", [torch.tensor([1.0, -1.0]), torch.tensor([torch.nan]), torch.ones(2).int()])

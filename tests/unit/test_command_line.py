@@ -595,6 +595,16 @@ def test_a_port_in_use_is_told_before_torch_is_imported(
     assert "Address already in use; choose another" in said
 
 
+def test_a_direct_port_in_use_is_told_with_its_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        place = ["--host_maddrs", "/ip4/127.0.0.1/tcp/0", "--direct_port", str(other.getsockname()[1])]
+        assert (
+            import_module(COMMANDS["server"].module).main(["--model", embedded_model_path(), "--new_swarm", *place])
+            == 2
+        )
+    assert "Address already in use; choose another --direct_port, or 0 for none" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("model", ["/nope", "/nope:adapter"])
 def test_a_directory_that_is_missing_is_told_before_the_port_and_before_torch_is_imported(
     model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -4,6 +4,7 @@ Servers read the file (`--calibration`): an error of a weight counts more if its
 one block after the other, so at most one block is in memory, in float32, and all blocks are read once.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from swarmllm.command_line import Parser, announced_imports, run_program
 from swarmllm.config import default_cache_dir, hub_token
 from swarmllm.errors import ConfigurationError
-from swarmllm.files import user_path
+from swarmllm.files import decoded, user_path
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,6 +32,8 @@ ROW_TOKENS = 512
 """Tokens of a piece of the text."""
 MOST_TOKENS = 16 * ROW_TOKENS
 """Assumed to be enough: mean squares of more text differ little."""
+MOST_BYTES = 128 * MOST_TOKENS
+"""Of the text's file. Assumed: tokens are shorter on average. So a file of any size is read quickly."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +115,11 @@ def calibrate(settings: Calibrate) -> None:
     """Write the calibration of a model.
 
     Raises:
-        SwarmError: the model or the text is of no use.
+        SwarmError: the model or the text is of no use, or there is no place for the file.
     """
+    output = user_path(settings.output)
+    require_place(output)
+    text = read_text(user_path(settings.text))
     with announced_imports():
         import torch
         from transformers.utils import logging
@@ -129,26 +135,37 @@ def calibrate(settings: Calibrate) -> None:
             f"the weights of {checkpoint.public_name} are stored in few bits and stay as they are, so that a "
             "calibration would change nothing: give the model in 16 or 32 bits"
         )
-    rows = text_rows(load_tokenizer(settings.model, **where), read_text(user_path(settings.text)))
+    rows = text_rows(load_tokenizer(settings.model, **where), text)
     runner, shell = _shell(checkpoint)
     with torch.no_grad(), suppress(ForwardStopped):
         shell(input_ids=torch.tensor(rows), use_cache=False)
-    output = user_path(settings.output)
     num_tokens = len(rows) * len(rows[0])
     write_calibration(output, runner.squares, {"model": checkpoint.public_name, "num_tokens": str(num_tokens)})
     print(f"{output} is a calibration of {checkpoint.public_name} on {num_tokens} tokens")
 
 
 def read_text(path: Path) -> str:
-    """The text of a file.
+    """The beginning of a file's text.
 
     Raises:
-        ConfigurationError: it can't be read.
+        ConfigurationError: it can't be read, or is no text.
     """
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        with path.open("rb") as file:
+            text = decoded(file.read(MOST_BYTES), "utf-8", "replace")
     except OSError as error:
         raise ConfigurationError(f"the text {path} can't be read: {error.strerror}") from error
+    if "\0" in text:
+        raise ConfigurationError(f"{path} is no text: give some pages in UTF-8")
+    return text
+
+
+def require_place(output: Path) -> None:
+    """Raise ConfigurationError unless a file can be written there. Before the blocks are run, which takes long."""
+    if output.is_dir():
+        raise ConfigurationError(f"{output} is a directory: name a file for --output, like {output / 'M.safetensors'}")
+    if not os.access(output.parent, os.W_OK):
+        raise ConfigurationError(f"--output {output} can't be written: {output.parent} is missing or not yours")
 
 
 def text_rows(tokenizer: Any, text: str) -> list[list[int]]:

@@ -167,7 +167,7 @@ def machines_of_swarm(models: Sequence[ModelStatus], free_share: float) -> Machi
     names = {server.peer_id: server.public_name or short_peer_id(server.peer_id) for _, server in servers}
     left_out = len({server.peer_id for _, server in servers}) - len(machines)
     number = f"{len(machines)} machine{'' if len(machines) == 1 else 's'}"
-    headline = f"{number} of the swarm, as if they served nothing else"
+    headline = f"{number} of the swarm, as if nothing else was served"
     headline += f"; {left_out} more don't tell their memory and speed" if left_out else ""
     headline += "" if shows_speed else "; some blocks are too small to tell a speed"
     return Machines(tuple(machines.values()), names, links, assumed, headline, shows_speed=shows_speed)

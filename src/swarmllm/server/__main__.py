@@ -52,7 +52,8 @@ def parse_config(argv: Sequence[str] | None) -> ServerConfig:
     require_addresses(config.initial_peers)
     require_free_ports(config.listen_maddrs)
     if config.direct_port:
-        require_free_ports([re.sub(r"/tcp/.*", f"/tcp/{config.direct_port}", maddr) for maddr in config.host_maddrs])
+        direct = [re.sub(r"/tcp/.*", f"/tcp/{config.direct_port}", maddr) for maddr in config.host_maddrs]
+        require_free_ports(direct, "choose another --direct_port, or 0 for none")
     return config
 
 

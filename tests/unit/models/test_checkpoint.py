@@ -98,6 +98,7 @@ def test_a_client_asks_for_nothing_of_the_blocks(sharded: Path) -> None:
     [
         ("./no/such/directory", "does not exist"),
         ("/no/such/directory", "does not exist"),
+        (__file__, "is no directory: give"),
         ("no-such-owner/no-such-model", "hub"),
     ],
 )

@@ -299,7 +299,7 @@ async def test_a_mistake_in_the_thread_itself_fails_all_calls_and_is_reported(
 
 @pytest.mark.parametrize("lost", [True, False])
 async def test_a_cuda_context_that_is_lost_ends_the_thread(
-    thread: DeviceThread, lost: bool, monkeypatch: pytest.MonkeyPatch
+    thread: DeviceThread, lost: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Every later call would fail, for everybody; so the process ends with one sentence. Others fail alone."""
 
@@ -323,6 +323,7 @@ async def test_a_cuda_context_that_is_lost_ends_the_thread(
         LocalProtocolError, match=r"device can't be used .*\(CUDA error: device-side assert triggered\)"
     ):
         await watching
+    assert "the device thread ended" not in caplog.text, "no traceback beside the sentence"
     with pytest.raises(BlocksNotServedError, match="can't compute any more"):
         await thread.run_call(lambda: 5, Priority.DECODE)
 

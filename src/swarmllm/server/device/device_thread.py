@@ -465,6 +465,8 @@ class DeviceThread:
             while self._admit():
                 # A method of its own: its local variables would keep a session alive until the next call comes.
                 self._run_next()
+        except LostContextError as error:  # the process ends with a sentence about it
+            self._tell_loop(self._died, error)
         except BaseException as error:  # exceptions of calls went to their callers; this is our own mistake
             logger.exception("the device thread ended")
             self._tell_loop(self._died, error)
