@@ -210,7 +210,7 @@ def rows_of(loaded: Loaded, quant_types: Sequence[str]) -> list[list[Any]]:
 
 
 def _losses(found: Tensor, ids: Tensor) -> Tensor:
-    """Of each token but the first."""
+    """Losses of all tokens but the first."""
     return -found.gather(2, ids[:, 1:, None]).double().flatten()
 
 

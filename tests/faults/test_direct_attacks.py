@@ -101,7 +101,7 @@ async def test_port_scan(house: House, said: bytes) -> None:
 
 @pytest.mark.usefixtures("_impatient")
 async def test_silent_connections_leave(house: House) -> None:
-    """Those beyond the places are hung up on at once, the others after a while."""
+    """Connections beyond the places are closed at once, the others after a while."""
     readers = [await house.connect(MAGIC[:5]) for _ in range(3 * PLACES)]
     async with asyncio.TaskGroup() as tasks:
         for reader in readers:

@@ -32,7 +32,7 @@ QUANT_TYPES = (
 
 ACTIVATIONS = ("auto", "none", "int8")
 SEARCHED = ("q8_0", "q6_k", "q5_k", "q4_k")
-"""Those that a calibration is for."""
+"""Types whose search reads a calibration."""
 
 DEVICE_KINDS = ("cpu", "cuda", "mps", "xpu")
 """Kinds of devices that blocks can compute on; the last two have never been tried."""
