@@ -104,7 +104,7 @@ def test_headers_that_never_end_are_not_kept() -> None:
     [("file", "file"), ("a b", '"a b"'), ("ü", '"ü"'), ("timestamp_granularities[]", '"timestamp_granularities[]"')],
 )
 def test_names(name: str, quoted: str) -> None:
-    head = f'Content-Disposition: form-data; name={quoted}; filename="x; name=\\"y\\".wav"'.encode()
+    head = f'Content-Disposition: Form-Data; name={quoted}; filename="x; name=\\"y\\".wav"'.encode()
     assert read([b"--%s\r\n%s\r\n\r\nx\r\n--%s--" % (BOUNDARY, head, BOUNDARY)]) == [(name, b"x")]
 
 

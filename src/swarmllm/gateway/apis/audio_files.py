@@ -65,7 +65,7 @@ def boundary_of(content_type: str) -> bytes:
     """The boundary of a form. Raises: MalformedError: the content type is no form's."""
     kind, options = parse_options_header(content_type.encode("latin-1", "replace"))
     boundary = options.get(b"boundary")
-    if kind != b"multipart/form-data" or boundary is None:
+    if kind.lower() != b"multipart/form-data" or boundary is None:
         raise MalformedError("the body must be multipart/form-data, with a boundary in its Content-Type")
     if not 0 < len(boundary) <= MAX_BOUNDARY_CHARS or not boundary.isascii():
         raise MalformedError(f"the boundary of a form has 1 to {MAX_BOUNDARY_CHARS} ASCII characters")
@@ -122,7 +122,7 @@ class FormReader:
 def _name(headers: dict[bytes, bytes]) -> str:
     """The name of a form field. Raises: MalformedError: its headers have none."""
     kind, options = parse_options_header(headers.get(b"content-disposition"))
-    if kind != b"form-data" or not options.get(b"name"):
+    if kind.lower() != b"form-data" or not options.get(b"name"):
         raise MalformedError("each form field needs a Content-Disposition: form-data with a name")
     if headers.get(b"content-transfer-encoding", b"binary").lower() not in (b"binary", b"7bit", b"8bit"):
         raise MalformedError("form fields can't have a Content-Transfer-Encoding")
