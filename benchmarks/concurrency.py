@@ -6,7 +6,7 @@ A client is an inference session with a thread of its own that sends one precomp
 what is measured is the blocks, the servers and the way between them, not the embeddings, the head and `generate()` of
 the clients, who would have machines of their own. The sessions live in `--processes` processes on the same cores as the
 servers. Contexts are spread over 40 to 400 tokens at the start. Two swarms run side by side, one with
-`--max_batch_sessions 1`; measurements alternate between them, and the medians count.
+`max_batch_sessions = 1`; measurements alternate between them, and the medians count.
 
 mixed: the times between two tokens of a few clients, with and without one more that sends prompts of 2000 tokens all
 the time. far: a client alone and among 8, through 12 servers behind proxies that make a round trip take 100 ms, as in
@@ -48,7 +48,8 @@ FAR_DELAY_MS = 50.0
 """One-way delay."""
 FAR_CLIENTS = 8
 PARTS = ("scaling", "mixed", "far")
-SERVERS = {"batched": {}, "one by one": {"max_batch_sessions": 1}}
+SERVERS = {"batched": "", "one by one": "max_batch_sessions = 1\n"}
+"""Kinds of servers, and what is in the file of `--config`."""
 
 
 class Clients:
@@ -226,8 +227,11 @@ def near(path: Path, args: argparse.Namespace) -> dict[str, list[Any]]:
     results = {}
     with ExitStack() as stack:
         swarms: dict[str, list[Clients]] = {}
-        for name, options in SERVERS.items():
-            swarm = stack.enter_context(LocalSwarm(path, num_servers=2, **server_options(args), **options))
+        for name, settings in SERVERS.items():
+            config = path.parent / f"{name}.toml"
+            config.write_text(settings)
+            options = {**server_options(args), "config": str(config)}
+            swarm = stack.enter_context(LocalSwarm(path, num_servers=2, **options))
             swarms[name] = [Clients(path, swarm.initial_peers, args.dtype) for _ in range(args.processes)]
             for process in swarms[name]:
                 stack.callback(process.close)

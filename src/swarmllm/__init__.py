@@ -12,6 +12,7 @@ commands/        commands without a room of their own
 gateway/         an HTTP API and web pages
 demo/            a whole swarm on this machine
 api              names that guests may import: the gateway, notebooks, other projects
+machines/        machines that serve models together, and share weights
 client/          a model without its blocks
 server/          some blocks
 command_line     common parts of all commands

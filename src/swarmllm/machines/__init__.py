@@ -1,0 +1,4 @@
+"""Machines that serve models together: what each offers and holds, what the swarm was told to serve, where weights are.
+
+records   what machines tell each other: signed commands, and the record of each machine
+"""
