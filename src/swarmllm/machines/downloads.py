@@ -13,7 +13,7 @@ import asyncio
 import hashlib
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -94,14 +94,21 @@ class Hub:
 
     token: str | None = None
 
-    def read(self, manifest: Manifest, path: str, start: int, num_bytes: int) -> bytes:
-        """Bytes of a file of the model's commit.
+    def read(self, manifest: Manifest, path: str, start: int, num_bytes: int) -> Iterator[bytes]:
+        """Bytes of a file of the model's commit, piece by piece, from the first byte of a piece on.
 
         Raises:
             ConfigurationError: they can't be had.
         """
-        folder = f"{manifest.folder}/" if manifest.folder else ""
-        return hub_range(manifest.repository, manifest.commit, folder + path, start, num_bytes, token=self.token)
+        folder, size = f"{manifest.folder}/" if manifest.folder else "", manifest.piece_bytes
+        piece = bytearray()
+        for chunk in hub_range(manifest.repository, manifest.commit, folder + path, start, num_bytes, token=self.token):
+            piece += chunk
+            while len(piece) >= size:
+                yield bytes(piece[:size])
+                del piece[:size]
+        if piece:
+            yield bytes(piece)
 
 
 class Counted:
@@ -201,6 +208,8 @@ class PeerPieces:
     wants: Pieces
     moved_at: float
     """Time at which `has` or `claims` changed."""
+    joined_at: float = 0.0
+    """Time at which it came as a taker."""
     is_linked: bool = False
     """True if this machine has a stream to it."""
     num_streams: int = 0
@@ -260,7 +269,10 @@ class Board:
 
     def joined(self, peer_id: str) -> None:
         """Note a stream of a taker."""
-        self.of(peer_id).num_streams += 1
+        peer = self.of(peer_id)
+        peer.num_streams += 1
+        peer.joined_at = asyncio.get_running_loop().time()
+        self.notify()
 
     def left(self, peer_id: str) -> None:
         """Note the end of such a stream."""
@@ -335,7 +347,8 @@ class Download:
         self._failed_at: dict[str, float] = {}
         self._greeted: set[str] = set()
         self._writing = 0
-        """Pieces that are being written."""
+        """Pieces, and runs of pieces of the hub, that are being written."""
+        self._alone = self._ended = False
         self._failure: BaseException | None = None
         self._problem = ""
         self._random = np.random.default_rng()
@@ -347,13 +360,14 @@ class Download:
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
-    async def run(self, givers: Callable[[], Sequence[Giver]]) -> None:
-        """Return when all pieces are here.
+    async def run(self, givers: Callable[[], Sequence[Giver]], *, alone: bool = False) -> None:
+        """Return when all pieces are here. `alone`: take them from the hub only.
 
         Raises:
             WeightsError: the disk is full.
             OSError: it fails.
         """
+        self._alone, self._ended = alone, False
         self._tell()
         if not self._missing.any():
             return
@@ -367,6 +381,8 @@ class Download:
                 known = {giver.peer_id: giver for giver in givers()}
                 known |= {peer_id: Giver(peer_id) for peer_id in self._board.peers if peer_id not in known}
                 known.pop(self._members.peer_id, None)
+                if alone:
+                    known.clear()
                 for peer_id, giver in known.items():
                     if (peer_id not in tasks or tasks[peer_id].done()) and self._may_ask(peer_id):
                         tasks[peer_id] = asyncio.create_task(self._take_from(giver))
@@ -377,14 +393,19 @@ class Download:
             if self._failure is not None:
                 raise self._failure
         finally:
+            self._ended = True
             self._board.wants = self._model.manifest.none()
             for task in (*tasks.values(), *from_hub):
                 task.cancel()
             await asyncio.gather(*tasks.values(), *from_hub, return_exceptions=True)
 
     def _may_ask(self, peer_id: str) -> bool:
-        failed_at = self._failed_at.get(peer_id)
-        return not self._members.is_banned(peer_id) and (failed_at is None or self._now() > failed_at + AGAIN_S)
+        """False for a while after it has failed, unless it came here meanwhile."""
+        if self._members.is_banned(peer_id):
+            return False
+        failed_at, peer = self._failed_at.get(peer_id), self._board.peers.get(peer_id)
+        came = peer is not None and failed_at is not None and peer.joined_at > failed_at
+        return failed_at is None or came or self._now() > failed_at + AGAIN_S
 
     def _tell(self) -> None:
         self._counted.tell(self._model.manifest, self._wanted, self._model.held, self._problem)
@@ -436,7 +457,7 @@ class Download:
             elif data is None:
                 peer.has[piece] = False
                 self._under_way.pop(piece, None)
-            elif not await self._arrived(piece, data, from_hub=False):
+            elif not await self._arrived(piece, data):
                 raise _WrongBytesError(f"piece {piece} of {self._model.manifest.name} isn't what its digest says")
 
     def _next(self, peer: PeerPieces) -> int | None:
@@ -449,7 +470,7 @@ class Download:
             free = [piece for piece in candidates if self._under_way[piece] < late]
         return int(self._random.choice(free)) if free else None
 
-    async def _arrived(self, piece: int, data: bytes | bytearray, *, from_hub: bool) -> bool:
+    async def _arrived(self, piece: int, data: bytes | bytearray) -> bool:
         """Verify, write and count a piece. False: it is wrong."""
         self._writing += 1
         try:
@@ -464,10 +485,7 @@ class Download:
             self._writing -= 1
             self._under_way.pop(piece, None)
             self._board.notify()
-        if from_hub:
-            self._counted.from_hub += len(data)
-        else:
-            self._counted.from_machines += len(data)
+        self._counted.from_machines += len(data)
         self._tell()
         return True
 
@@ -478,26 +496,48 @@ class Download:
             if not run:
                 await self._board.change(LOOK_S)
                 continue
-            place = self._model.manifest.place(run[0])
-            num_bytes = sum(self._model.manifest.place(piece).num_bytes for piece in run)
-            read = partial(hub.read, self._model.manifest, place.file.name, place.start, num_bytes)
+            self._writing += 1
             try:
-                await self._keep(run, await in_background(read))
-                self._problem = ""
+                await in_background(partial(self._read_from_hub, hub, run, asyncio.get_running_loop()))
+                self._problem, self._board.wants = "", self._missing
+                continue
             except ConfigurationError as error:
                 logger.warning("%s", error)
-                self._problem = str(error)
+                self._problem, self._board.wants = str(error), self._model.manifest.none()  # others needn't wait
                 self._tell()
-                await asyncio.sleep(AGAIN_S)
+            except (WeightsError, OSError) as error:
+                self._failure = error
             finally:
+                self._writing -= 1
                 self._board.claims[run] = False
                 self._board.notify()
+            await asyncio.sleep(AGAIN_S)
+
+    def _read_from_hub(self, hub: Hub, run: Sequence[int], loop: asyncio.AbstractEventLoop) -> None:
+        """Read, verify and write pieces, in a thread."""
+        manifest = self._model.manifest
+        place = manifest.place(run[0])
+        num_bytes = sum(manifest.place(piece).num_bytes for piece in run)
+        for piece, data in zip(run, hub.read(manifest, place.file.name, place.start, num_bytes), strict=True):
+            if self._ended:
+                return
+            if not self._model.put(piece, data):
+                raise ConfigurationError(f"the hub has other bytes of {manifest.name} than its manifest says")
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self._came_from_hub, len(data))
+
+    def _came_from_hub(self, num_bytes: int) -> None:
+        self._counted.from_hub += num_bytes
+        self._tell()
+        self._board.notify()
 
     def _claim(self) -> list[int]:
         """Pieces one after the other in a file that this machine fetches now."""
         manifest = self._model.manifest
-        wanted = self._board.from_hub(self._members.peer_id, self._missing & ~self._board.claims, self._now())
+        wanted = self._missing & ~self._board.claims
         wanted[list(self._under_way)] = False
+        if not self._alone:
+            wanted = self._board.from_hub(self._members.peer_id, wanted, self._now())
         found = np.flatnonzero(wanted)
         if not len(found):
             return []
@@ -513,16 +553,6 @@ class Download:
             end += 1
         self._board.claims[first:end] = True
         return list(range(first, end))
-
-    async def _keep(self, run: Sequence[int], data: bytes) -> None:
-        at = 0
-        for piece in run:
-            num_bytes = self._model.manifest.place(piece).num_bytes
-            if not await self._arrived(piece, data[at : at + num_bytes], from_hub=True):
-                raise ConfigurationError(
-                    f"the hub has other bytes of {self._model.manifest.name} than its manifest says"
-                )
-            at += num_bytes
 
 
 class _WrongBytesError(CorruptWeightsError):

@@ -13,6 +13,8 @@ import shutil
 import threading
 from pathlib import Path
 
+import numpy as np
+
 from swarmllm.data_structures import Span, size_in_words
 from swarmllm.errors import WeightsError
 from swarmllm.files import replaced
@@ -97,6 +99,8 @@ class PartialModel(Holding):
                 opened.truncate(file.size)
         self._marks = Marks(self.directory, manifest)
         self._lock = threading.Lock()
+        self._right: set[str] = set()
+        """Files whose whole content was compared with the hub's digest."""
 
     @property
     def held(self) -> Pieces:
@@ -153,6 +157,27 @@ class PartialModel(Holding):
                 self._marks.remove(wrong)
             if self._marks.unsure:
                 self._sync()
+
+    def drop_wrong_files(self) -> list[str]:
+        """Compare files that are whole now with the hub's digests, and drop the pieces of those that differ.
+
+        Raises:
+            OSError: they can't be read, or the result can't be written.
+        """
+        wrong = []
+        for file in self.manifest.files:
+            pieces = self.manifest.pieces_of([(file.name, 0, file.size)])
+            if file.digests or not file.sha256 or file.name in self._right or not self.held[pieces].all():
+                continue
+            with (self.directory / file.name).open("rb") as opened:
+                digest = hashlib.file_digest(opened, "sha256").hexdigest()
+            if digest == file.sha256:
+                self._right.add(file.name)
+                continue
+            with self._lock:
+                self._marks.remove(np.flatnonzero(pieces).tolist())
+            wrong.append(file.name)
+        return wrong
 
     def sync(self) -> None:
         """Wait until all pieces are on the disk.

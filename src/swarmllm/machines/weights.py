@@ -29,6 +29,7 @@ from swarmllm.errors import (
     RemoteProtocolError,
     ServerOverloadedError,
     SwarmError,
+    WeightsError,
 )
 from swarmllm.machines.downloads import Board, Counted, Download, Giver, Hub, Members, Progress, ask_manifest
 from swarmllm.machines.holdings import Holding, PartialModel, WholeModel
@@ -172,7 +173,10 @@ class WeightStore:
     async def _model(self, manifest: Manifest) -> Holding:
         found = self._models.get(manifest.digest)
         if found is None:
-            found = await in_background(partial(PartialModel, manifest, self._directory))
+            try:
+                found = await in_background(partial(PartialModel, manifest, self._directory))
+            except OSError as error:
+                raise WeightsError(f"{self._directory} can't hold {manifest.name}: {error.strerror}") from error
             self._models[manifest.digest] = found
         return found
 
@@ -214,8 +218,17 @@ class WeightStore:
         self, model: PartialModel, wanted: Pieces, givers: Callable[[], Sequence[Giver]], counted: Counted
     ) -> None:
         await in_background(partial(model.check_room, wanted))
-        board = self._board(model.manifest)
-        await Download(model, wanted, board, self._members, self._hub, counted).run(givers)
+        download = Download(model, wanted, self._board(model.manifest), self._members, self._hub, counted)
+        await download.run(givers)
+        if wrong := await in_background(model.drop_wrong_files):
+            logger.warning("%s has other bytes than the hub's: it is fetched from the hub again", ", ".join(wrong))
+            if self._hub is not None:
+                await download.run(list, alone=True)
+                wrong = await in_background(model.drop_wrong_files)
+            if wrong:
+                raise CorruptWeightsError(
+                    f"{wrong[0]} of {model.manifest.name} isn't what the hub says: try again later"
+                )
 
     def _board(self, manifest: Manifest) -> Board:
         return self._boards.setdefault(manifest.digest, Board(manifest))

@@ -284,7 +284,11 @@ def describe_on_hub(
         gguf = only_gguf(repo_id, sizes, kind)
     if about.sha is None or (gguf is None and CONFIG not in sizes):
         raise ConfigurationError(f"{repo_id!r} on the hub is no model of transformers, and has no GGUF file")
-    read = partial(hub_range, repo_id, about.sha, token=token)
+    commit = about.sha
+
+    def read(path: str, start: int, num_bytes: int) -> bytes:
+        return b"".join(hub_range(repo_id, commit, path, start, num_bytes, token=token))
+
     folder, _, gguf = (gguf or "").rpartition("/")
     weights = parts_of_gguf(gguf) if gguf else _weights_on_hub(repo_id, sizes, read)
     names = weights if gguf else sorted({*weights, *filter(partial(_is_small_on_hub, sizes), sizes)})
@@ -302,7 +306,7 @@ def describe_on_hub(
         files=tuple(files),
         gguf=gguf,
         repository=repo_id,
-        commit=about.sha,
+        commit=commit,
         folder=folder,
     )
 

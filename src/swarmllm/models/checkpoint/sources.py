@@ -5,6 +5,7 @@ Errors of huggingface_hub become ours here. Called by `checkpoint`, `adapters` a
 
 import json
 import re
+from collections.abc import Iterator
 from http import HTTPStatus
 from http.client import HTTPConnection
 from pathlib import Path
@@ -188,33 +189,36 @@ def _hub_is_there() -> bool:
     return True
 
 
-def hub_range(repo_id: str, commit: str, path: str, start: int, num_bytes: int, *, token: str | None = None) -> bytes:
-    """Bytes [start, start + num_bytes) of a file of the hub.
+def hub_range(
+    repo_id: str, commit: str, path: str, start: int, num_bytes: int, *, token: str | None = None
+) -> Iterator[bytes]:
+    """Bytes [start, start + num_bytes) of a file of the hub, as they come.
 
     Raises:
         ConfigurationError: the hub can't be reached, has no such file, or refuses it.
     """
     if num_bytes == 0:
-        return b""
-    url = hf_hub_url(repo_id, path, revision=commit)
+        return
     headers = build_hf_headers(token=token) | {
         "Range": f"bytes={start}-{start + num_bytes - 1}",
         "Accept-Encoding": "identity",
     }
-    data = bytearray()
+    left = num_bytes
     try:
-        with http_stream_backoff("GET", url, headers=headers, timeout=HUB_READS_S, max_retries=2) as answer:
+        url = hf_hub_url(repo_id, path, revision=commit)
+        with http_stream_backoff("GET", url, headers=headers, timeout=HUB_READS_S, max_retries=1) as answer:
             hf_raise_for_status(answer)
-            skipped = start if answer.status_code == HTTPStatus.OK else 0  # a server that knows no ranges
+            skipped = start if answer.status_code == HTTPStatus.OK else 0  # by a server that knows no ranges
             for chunk in answer.iter_bytes():
-                cut = min(skipped, len(chunk))
-                skipped -= cut
-                data += chunk[cut : cut + num_bytes - len(data)]
-                if len(data) == num_bytes:
-                    return bytes(data)
+                wanted = chunk[min(skipped, len(chunk)) :][:left]
+                skipped -= min(skipped, len(chunk))
+                left -= len(wanted)
+                yield wanted
+                if not left:
+                    return
     except (HTTPError, OSError, ValueError) as error:
         raise ConfigurationError(f"{repo_id}/{path} can't be read from the hub: {first_line(error)}") from error
-    raise ConfigurationError(f"the hub sends only {len(data)} of {num_bytes} bytes of {repo_id}/{path}")
+    raise ConfigurationError(f"the hub sends only {num_bytes - left} of {num_bytes} bytes of {repo_id}/{path}")
 
 
 MAX_JSON_BYTES = 64 << 20
