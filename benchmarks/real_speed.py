@@ -125,11 +125,11 @@ def compare(path: Path, args: argparse.Namespace) -> list[list[Any]]:
                         found[kind].append(values)
         base = {key: median(values[key] for values in found["llama.cpp"]) for key in ("decode", "prompt")}
         for kind, runs in found.items():
-            mine = {key: median(values[key] for values in runs) for key in base}
-            rows.append(
-                [kind, num_servers, mine["decode"], mine["decode"] / base["decode"]]
-                + [mine["prompt"], mine["prompt"] / base["prompt"]]
-            )
+            row: list[Any] = [kind, num_servers]
+            for key, of_theirs in base.items():
+                mine = median(values[key] for values in runs)
+                row += [mine, mine / of_theirs]
+            rows.append(row)
     return rows
 
 
@@ -145,7 +145,14 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(args.threads)
     results: dict[str, Any] = {"arguments": vars(args)}
-    heads = ["what", "servers", "decode, tokens/s", "of llama.cpp", f"prompt of {args.prompt}, tokens/s", "of llama.cpp"]
+    heads = [
+        "what",
+        "servers",
+        "decode, tokens/s",
+        "of llama.cpp",
+        f"prompt of {args.prompt}, tokens/s",
+        "of llama.cpp",
+    ]
     with tempfile.TemporaryDirectory(prefix="swarmllm-bench-") as directory:
         for model in MODELS:
             if model.name in args.models:
