@@ -19,7 +19,7 @@ from swarmllm.command_line import Parser, announced_imports, one_line, run_comma
 from swarmllm.commands.status import ModelStatus, look_up
 from swarmllm.config import SwarmConfig, address_book_path, default_cache_dir, require_addresses, require_model_place
 from swarmllm.data_structures import printable, size_in_words
-from swarmllm.errors import ConfigurationError, SwarmError
+from swarmllm.errors import BlockWeightsNotFoundError, ConfigurationError, SwarmError
 from swarmllm.files import user_path
 from swarmllm.server.settings import memory_limit_bytes
 from swarmllm.swarm.block_map import short_peer_id
@@ -258,7 +258,10 @@ def entries(named: Sequence[str]) -> list[Entry]:
     for name, place in models_to_list(named):
         is_here = user_path(place).exists()
         try:
-            listed.append(_entry(name, open_checkpoint(place, cache_dir=default_cache_dir()), is_here=is_here))
+            checkpoint = open_checkpoint(place, cache_dir=default_cache_dir())
+            if is_here:
+                is_here = _has_weights(checkpoint)
+            listed.append(_entry(name, checkpoint, is_here=is_here))
         except SwarmError as error:
             listed.append(Entry(name, is_here, None, problem=one_line(error)))
     known = []
@@ -266,6 +269,21 @@ def entries(named: Sequence[str]) -> list[Entry]:
         with known_checkpoint(name) as checkpoint:
             known.append(_entry(name, checkpoint, is_here=False))
     return listed + sorted(known, key=lambda one: (_least_bytes(one), one.name))
+
+
+def _has_weights(checkpoint: "Checkpoint") -> bool:
+    """False for a model in the hub's cache whose weights aren't there yet.
+
+    Raises:
+        BlockWeightsNotFoundError: it is from no hub, so they can come from nowhere.
+    """
+    try:
+        checkpoint.weight_map()
+    except BlockWeightsNotFoundError:
+        if checkpoint.revision is None:
+            raise
+        return False
+    return True
 
 
 def _least_bytes(entry: Entry) -> int:
