@@ -1,4 +1,5 @@
 """Machines that serve models together: what each offers and holds, what the swarm was told to serve, where weights are.
 
-records   what machines tell each other: signed commands, and the record of each machine
+catalogue  models, their sizes, and their plans on some machines
+records    what machines tell each other: signed commands, and the record of each machine
 """
