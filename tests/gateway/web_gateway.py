@@ -19,6 +19,7 @@ from swarmllm.demo.local_swarm import LocalServer
 from swarmllm.gateway.__main__ import address, web_server
 from swarmllm.gateway.app import Gateway
 from swarmllm.gateway.engine.model_choice import ModelChoice
+from swarmllm.gateway.machines import MachinesPages
 from swarmllm.gateway.settings import GatewayConfig
 
 Result = TypeVar("Result")
@@ -100,6 +101,7 @@ def running_gateway(
     initial_peers: list[str],
     *,
     chat_template: str | None = None,
+    machines: Callable[[GatewayConfig], MachinesPages] | None = None,
     **settings: Any,
 ) -> Iterator[RunningGateway]:
     """A gateway with these settings, stopped at the end. `chat_template`: in place of the model's own."""
@@ -118,7 +120,7 @@ def running_gateway(
         models.first.tokenizer = copy.deepcopy(models.first.tokenizer)
         models.first.tokenizer.chat_template = chat_template
     try:
-        gateway = Gateway(models, config)
+        gateway = Gateway(models, config, None if machines is None else machines(config))
         server = web_server(gateway)
         thread = threading.Thread(target=server.run, name="gateway under test")
         thread.start()

@@ -1,7 +1,8 @@
 """The web application: the list of all APIs, the pages' files, health, and answers to errors.
 
-`gateway/__main__` serves `Waiting` until the swarm is complete, then `Gateway`. This module knows the APIs by name
-only: each is a `Dialect` in `apis/`, listed in `DIALECTS`.
+`gateway/__main__` serves `Waiting` until the swarm is complete, then `Gateway`. `swarmllm up` serves a `Gateway` with
+`MachinesPages`, whose models come and go. This module knows the APIs by name only: each is a `Dialect` in `apis/`,
+listed in `DIALECTS`.
 """
 
 import asyncio
@@ -35,6 +36,7 @@ from swarmllm.gateway.engine.model_choice import NO_MODEL, ModelChoice, Offer
 from swarmllm.gateway.engine.offered_model import OfferedModel
 from swarmllm.gateway.errors import RETRY_AFTER_S, ApiError
 from swarmllm.gateway.guard import Guard, Rates
+from swarmllm.gateway.machines import MachinesPages
 from swarmllm.gateway.metrics import GatewayMetrics
 from swarmllm.gateway.monitor import SwarmWatch
 from swarmllm.gateway.routes import JSON, Routes, RouteTable, get
@@ -63,9 +65,11 @@ class Gateway(Routes):
 
     error_paths = ("/api/swarm",)
 
-    def __init__(self, models: ModelChoice, config: GatewayConfig) -> None:
+    def __init__(self, models: ModelChoice, config: GatewayConfig, machines: MachinesPages | None = None) -> None:
+        """`machines`: the machines on which the models run, if this gateway is one of them."""
         self.models = models
         self.config = config
+        self.machines = machines
         self.metrics = GatewayMetrics()
         self.metrics.read_from(models.counts)
         self.engine = Engine(self.metrics, max_concurrent=config.max_concurrent, max_waiting=config.max_waiting)
@@ -76,11 +80,12 @@ class Gateway(Routes):
         rates = Rates(config.requests_per_minute)
         self.responder = Responder(models, self.engine, config, rates)
         self.dialects = {kind: kind(self.responder) for kind in DIALECTS}
-        self._table = TABLE
+        self._table = TABLE if machines is None else TABLE_WITH_MACHINES
         self.app: ASGIApp = Guard(self._starlette(), self._table, config, rates, self._on_response)
 
     def _starlette(self) -> Starlette:
-        parts = (*self.dialects.values(), self, PageFiles())
+        files = PageFiles()
+        parts = (*self.dialects.values(), self, files, *([] if self.machines is None else [self.machines]))
         answer_error = partial(_answer_error, self._table)
         return Starlette(
             routes=[route for one in parts for route in one.bound()],
@@ -100,9 +105,14 @@ class Gateway(Routes):
         self._is_watching = True
         for watch in self.watches.values():
             watch.start()
+        following = None if self.machines is None else asyncio.create_task(self.machines.follow(self.models))
         try:
             yield
         finally:
+            if following is not None:
+                following.cancel()
+                with suppress(asyncio.CancelledError):
+                    await following
             await self.engine.close()
             await self.models.settle()
             self._is_watching = False
@@ -317,3 +327,4 @@ class PageFiles(Routes):
 DIALECTS: tuple[type[Dialect], ...] = (OpenAI, Responses, Anthropic, Ollama, Embeddings, Audio, OverWebSocket)
 """All APIs of a gateway. A new one is a class in `apis/` and its name here."""
 TABLE = RouteTable((*DIALECTS, Gateway, PageFiles))
+TABLE_WITH_MACHINES = RouteTable((*DIALECTS, Gateway, PageFiles, MachinesPages))
