@@ -13,7 +13,7 @@ import asyncio
 import hashlib
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -389,6 +389,7 @@ class Download:
                 all_greeted = self._greeted >= {peer_id for peer_id in known if self._may_ask(peer_id)}
                 if self._hub is not None and not from_hub and (all_greeted or self._now() > begin + GREETED_S):
                     from_hub = [asyncio.create_task(self._take_from_hub(self._hub)) for _ in range(HUB_READS)]
+                self._say_if_alone(known)
                 await self._board.change(LOOK_S)
             if self._failure is not None:
                 raise self._failure
@@ -398,6 +399,12 @@ class Download:
             for task in (*tasks.values(), *from_hub):
                 task.cancel()
             await asyncio.gather(*tasks.values(), *from_hub, return_exceptions=True)
+
+    def _say_if_alone(self, known: Mapping[str, Giver]) -> None:
+        problem = "" if known or self._hub else f"no machine gives {self._model.manifest.name} at present"
+        if not self._hub and problem != self._problem:
+            self._problem = problem
+            self._tell()
 
     def _may_ask(self, peer_id: str) -> bool:
         """False for a while after it has failed, unless it came here meanwhile."""
