@@ -206,6 +206,9 @@ class PeerPieces:
     has: Pieces
     claims: Pieces
     wants: Pieces
+    """Pieces that it wants from the hub, by its answers."""
+    asked_for: Pieces
+    """The same by its own questions. Answers and questions come on two streams, so either may be older."""
     moved_at: float
     """Time at which `has` or `claims` changed."""
     joined_at: float = 0.0
@@ -256,15 +259,15 @@ class Board:
         none = self.manifest.none
         if peer_id not in self.peers:
             now = asyncio.get_running_loop().time()
-            self.peers[peer_id] = PeerPieces(none(), none(), none(), now)
+            self.peers[peer_id] = PeerPieces(none(), none(), none(), none(), now)
         return self.peers[peer_id]
 
     def wants_of(self, peer_id: str, wants: Pieces) -> None:
         """Note the pieces that a taker wants from the hub."""
         peer = self.of(peer_id)
-        if not peer.wants.any():
+        if not peer.asked_for.any():
             peer.moved_at = asyncio.get_running_loop().time()
-        peer.wants = wants
+        peer.asked_for = wants
         self.notify()
 
     def joined(self, peer_id: str) -> None:
@@ -280,7 +283,7 @@ class Board:
         peer.num_streams -= 1
         if peer.num_streams:
             return
-        peer.wants = self.manifest.none()
+        peer.asked_for = self.manifest.none()
         if not peer.is_linked:
             del self.peers[peer_id]
         self.notify()
@@ -298,7 +301,8 @@ class Board:
         peer = self.peers.get(peer_id)
         if peer is None:
             return
-        peer.is_linked, peer.has, peer.claims = False, self.manifest.none(), self.manifest.none()
+        peer.is_linked, none = False, self.manifest.none
+        peer.has, peer.claims, peer.wants = none(), none(), none()
         if not peer.num_streams:
             del self.peers[peer_id]
         self.notify()
@@ -311,7 +315,8 @@ class Board:
         for peer_id, peer in self.peers.items():
             found &= ~peer.has
             if now - peer.moved_at < STALLED_S:
-                found &= ~(peer.claims | (peer.wants & (_scores(peer_id, groups) < own)))
+                wants = peer.wants | peer.asked_for
+                found &= ~(peer.claims | (wants & (_scores(peer_id, groups) < own)))
         return found
 
 
