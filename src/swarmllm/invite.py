@@ -42,6 +42,10 @@ class Invite:
     swarm_name: str | None = None
     """Secret name of a private swarm. The DHT keys of its servers are made from it, so only peers that know it find
     them. None = the public swarm of the model."""
+    run: str | None = None
+    """Name of a run of training (`training/together`)."""
+    run_key: str | None = None
+    """Its private key, in hex. Everybody who has it can take part."""
 
     def __str__(self) -> str:
         """The invite as one word."""
@@ -75,6 +79,8 @@ def read_invite(entry: str) -> Invite:
             allowed_servers=_texts(fields, "allowed_servers"),
             allowed_clients=_texts(fields, "allowed_clients"),
             swarm_name=_text(fields["swarm_name"]) if fields.get("swarm_name") is not None else None,
+            run=_text(fields["run"]) if fields.get("run") is not None else None,
+            run_key=_text(fields["run_key"]) if fields.get("run_key") is not None else None,
         )
     except (ValueError, binascii.Error, RecursionError) as error:
         raise ConfigurationError(

@@ -48,6 +48,11 @@ def models_key(swarm_name: str | None = None) -> str:
     return MODELS_KEY if swarm_name is None else f"{SERVERS_PREFIX}{_private(swarm_name, 'register')}"
 
 
+def run_key(run: str) -> str:
+    """Name of the key for the members of a run of training, by its public key."""
+    return f"{SERVERS_PREFIX}{_private(run, 'run')}"
+
+
 def _private(swarm_name: str, what: str) -> str:
     """A key that reveals neither the swarm's name nor its other keys."""
     secret = hashlib.blake2b(swarm_name.encode()).digest()
