@@ -162,7 +162,7 @@ def _text(value: object) -> str:
 
 
 def _key(value: object) -> str:
-    """Check the private half of a swarm key."""
+    """Check the private half of a key."""
     if not isinstance(value, str) or not _KEY.fullmatch(value):
-        raise ValueError("its member_key is not 64 hexadecimal digits")
+        raise ValueError("one of its keys is not 64 hexadecimal digits")
     return value
