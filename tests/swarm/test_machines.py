@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from machines import Machine, is_ready, online
+from running_machines import Machine, is_ready, online
 
 from swarmllm import AutoDistributedModel, ClientConfig, embedded_model_path
 

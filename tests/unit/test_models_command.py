@@ -95,8 +95,11 @@ def test_tiny_blocks_tell_no_speed() -> None:
 
 @pytest.fixture
 def catalogue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with one good checkpoint, one damaged file and one file that is no model; and one known model."""
+    """A directory with one good checkpoint, one without weights, one damaged file and one file that is no model; and
+    one known model."""
     (tmp_path / "good").symlink_to(embedded_model_path())
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.json").symlink_to(Path(embedded_model_path(), "config.json"))
     (tmp_path / "damaged.gguf").write_bytes(b"GGUF")
     (tmp_path / "mmproj-vision.gguf").write_bytes(b"GGUF")
     known = listed.known_models()
@@ -110,7 +113,8 @@ def test_the_catalogue_as_text(catalogue: Path, capsys: pytest.CaptureFixture[st
     headline, empty, head, *lines = capsys.readouterr().out.splitlines()
     assert (headline, empty) == ("a machine", "")
     assert head.split() == ["model", "is", "blocks", "one", "text", "at", "a", "time"]
-    damaged, good, known = lines
+    damaged, empty, good, known = lines
+    assert f"{catalogue}/empty has no weights" in empty
     assert damaged.startswith(f"{catalogue}/damaged.gguf")
     assert "can't be served: " in damaged
     assert good.startswith(f"{catalogue}/good")
@@ -146,6 +150,10 @@ def test_models_of_the_hub_s_cache_are_listed(monkeypatch: pytest.MonkeyPatch, t
         (snapshot / file.name).symlink_to(file)
     monkeypatch.setenv("SWARMLLM_CACHE", str(tmp_path / "cache"))
     assert listed.models_to_list(()) == [("me/tiny", str(snapshot))]
+    monkeypatch.setattr(listed, "known_models", dict)
+    assert [(one.name, one.is_here) for one in listed.entries(())] == [("me/tiny", True)]
+    (snapshot / "model.safetensors").unlink()
+    assert [(one.name, one.is_here) for one in listed.entries(())] == [("me/tiny", False)]
 
 
 @pytest.mark.parametrize(

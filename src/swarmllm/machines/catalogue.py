@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from swarmllm.command_line import one_line
 from swarmllm.config import default_cache_dir
 from swarmllm.data_structures import size_in_words
-from swarmllm.errors import SwarmError
+from swarmllm.errors import BlockWeightsNotFoundError, SwarmError
 from swarmllm.files import user_path
 from swarmllm.swarm.planning import Link, Machine, Plan, PlannedModel, make_plan, missing_bytes
 
@@ -177,7 +177,10 @@ def entries(named: Sequence[str]) -> list[Entry]:
     for name, place in models_to_list(named):
         is_here = user_path(place).exists()
         try:
-            listed.append(entry_of(name, open_checkpoint(place, cache_dir=default_cache_dir()), is_here=is_here))
+            checkpoint = open_checkpoint(place, cache_dir=default_cache_dir())
+            if is_here:
+                is_here = _has_weights(checkpoint)
+            listed.append(entry_of(name, checkpoint, is_here=is_here))
         except SwarmError as error:
             listed.append(Entry(name, is_here, None, problem=one_line(error)))
     known = []
@@ -185,6 +188,21 @@ def entries(named: Sequence[str]) -> list[Entry]:
         with known_checkpoint(name) as checkpoint:
             known.append(entry_of(name, checkpoint, is_here=False))
     return listed + sorted(known, key=lambda one: (_least_bytes(one), one.name))
+
+
+def _has_weights(checkpoint: "Checkpoint") -> bool:
+    """False for a model in the hub's cache whose weights aren't there yet.
+
+    Raises:
+        BlockWeightsNotFoundError: it is from no hub, so they can come from nowhere.
+    """
+    try:
+        checkpoint.weight_map()
+    except BlockWeightsNotFoundError:
+        if checkpoint.revision is None:
+            raise
+        return False
+    return True
 
 
 def _least_bytes(entry: Entry) -> int:
