@@ -81,6 +81,7 @@ def fresh_hub(hub: HubStub, monkeypatch: pytest.MonkeyPatch) -> HubStub:
     monkeypatch.setattr(downloads, "HUB_BYTES", 8 * PIECE_BYTES)
     monkeypatch.setattr(downloads, "GREETED_S", 120.0)  # on a busy machine, neither is true of machines that are there
     monkeypatch.setattr(downloads, "STALLED_S", 120.0)
+    monkeypatch.setattr(downloads, "SLOW_S", 120.0)
     return hub
 
 
@@ -167,6 +168,25 @@ async def test_files_that_are_not_what_the_hub_says_are_fetched_again(
     path = await store.fetch(manifest, Span(0, 4), client=True, givers=machines.givers(0), progress=told.append)
     assert told[-1].bytes_from_machines
     assert told[-1].bytes_from_hub
+    for name, data in fresh_hub.repositories["me/tiny"].files.items():
+        assert (path / name).read_bytes() == data
+
+
+async def test_the_hub_helps_machines_that_give_nothing(
+    machines: Machines, fresh_hub: HubStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One says that it has everything, and gives a piece an hour."""
+    monkeypatch.setattr(downloads, "SLOW_S", 0.0)
+    slow, store = [
+        await machines.store(number, tmp_path, hub=Hub(), upload_mbps=1e-3 if number == 0 else None)
+        for number in range(2)
+    ]
+    manifest = await slow.add_from_hub("me/tiny", piece_bytes=PIECE_BYTES)
+    await slow.fetch(manifest, Span(0, 4), client=True, givers=list)
+    fresh_hub.sent.clear()
+    told: list[Progress] = []
+    path = await store.fetch(manifest, Span(0, 4), client=True, givers=machines.givers(0), progress=told.append)
+    assert told[-1].bytes_from_hub > 0.9 * told[-1].total_bytes
     for name, data in fresh_hub.repositories["me/tiny"].files.items():
         assert (path / name).read_bytes() == data
 

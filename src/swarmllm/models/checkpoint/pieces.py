@@ -248,9 +248,30 @@ def _remembered(known: Path, place: str, directory: Path, stamps: Stamps, piece_
     return SharedModel(place, manifest, directory, samples, stamps)
 
 
+def remembered(cache_dir: Path) -> list[SharedModel]:
+    """Models that `describe` has read in earlier times, and whose files haven't changed since; reads none of them."""
+    found = []
+    for known in sorted(cache_dir.glob("*/about.json"), key=lambda path: path.stat().st_mtime):
+        try:
+            about = json.loads(known.read_text())
+            place, directory, piece_bytes = str(about["place"]), Path(about["directory"]), int(about["piece_bytes"])
+            stamps = _stamps(map(Path, about["stamps"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        if (model := _remembered(known.parent, place, directory, stamps, piece_bytes)) is not None:
+            found.append(model)
+    return found
+
+
 def _remember(known: Path, model: SharedModel) -> None:
     known.mkdir(parents=True, exist_ok=True)
-    about = {"place": model.place, "digest": model.manifest.digest, "stamps": model.stamps}
+    about = {
+        "place": model.place,
+        "directory": str(model.directory),
+        "digest": model.manifest.digest,
+        "piece_bytes": model.manifest.piece_bytes,
+        "stamps": model.stamps,
+    }
     for name, data in (
         (MANIFEST, model.manifest.as_bytes()),
         (SAMPLES, model.samples),
