@@ -199,15 +199,7 @@ class Agent:
         self.config, self.swarm, self.peer = config, swarm, peer
         self._state, self._identity = state, identity
         self._member = membership(identity.peer_id, swarm.key)
-        self._store = WeightStore(
-            state.weights_path,
-            peer,
-            swarm_id=swarm.swarm_id,
-            member=self._member,
-            upload_mbps=config.upload_mbps,
-            shares=config.share_weights,
-            hub=Hub(token=hub_token()),
-        )
+        self._store = _open_store(config, state, peer, swarm, self._member)
         self.changed = asyncio.Event()
         """Set when `picture` or `offered` has changed. Readers clear it."""
         self.page = ""
@@ -841,6 +833,20 @@ class Agent:
 
 
 # --- parts
+
+
+def _open_store(
+    config: MachineConfig, state: StateDirectory, peer: Peer, swarm: Membership, member: str
+) -> WeightStore:
+    return WeightStore(
+        state.weights_path,
+        peer,
+        swarm_id=swarm.swarm_id,
+        member=member,
+        upload_mbps=config.upload_mbps,
+        shares=config.share_weights,
+        hub=Hub(token=hub_token()),
+    )
 
 
 @asynccontextmanager

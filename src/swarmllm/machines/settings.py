@@ -36,6 +36,8 @@ class MachineConfig:
     """Multiaddresses to listen on for the other machines."""
 
     def __post_init__(self) -> None:
+        for name in ("device", "host_maddrs"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))  # accept lists as well
         require_positive(self, "upload_mbps")
         if self.max_memory is not None:
             memory_limit_bytes(self.max_memory, 1 << 50)
