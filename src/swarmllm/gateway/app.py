@@ -84,7 +84,7 @@ class Gateway(Routes):
         self.app: ASGIApp = Guard(self._starlette(), self._table, config, rates, self._on_response)
 
     def _starlette(self) -> Starlette:
-        files = PageFiles()
+        files = PageFiles(has_machines=self.machines is not None)
         parts = (*self.dialects.values(), self, files, *([] if self.machines is None else [self.machines]))
         answer_error = partial(_answer_error, self._table)
         return Starlette(
@@ -177,7 +177,7 @@ class Gateway(Routes):
         if name is None and not offers:
             return JSONResponse(_nothing_yet("", NO_MODEL))
         if offers and offers[0].model is None:
-            return JSONResponse(_nothing_yet(offers[0].name, "its first use opens it here"))
+            return JSONResponse(_nothing_yet(offers[0].name, "its first use opens it here") | {"opens": True})
         etag, body = self.watches[self.models.any(name)].as_json()
         headers = {"etag": etag, "cache-control": "no-cache"}
         if request.headers.get("if-none-match") == etag:
@@ -285,7 +285,9 @@ class Waiting(Routes):
 class PageFiles(Routes):
     """Answers with the files in `pages/`, if their kind is known."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_machines: bool = False) -> None:
+        """`has_machines`: /swarm shows the machines; /swarm?model=NAME, the servers of a model."""
+        self._has_machines = has_machines
         self._files = {
             path.relative_to(DIRECTORY).as_posix(): path.read_bytes()
             for path in DIRECTORY.rglob("*")
@@ -302,7 +304,8 @@ class PageFiles(Routes):
 
     @get("/swarm", needs_key=False)
     async def swarm(self, request: Request) -> Response:
-        return self._answer(request, "swarm.html")
+        shows_machines = self._has_machines and "model" not in request.query_params
+        return self._answer(request, "machines.html" if shows_machines else "swarm.html")
 
     @get("/docs", needs_key=False)
     async def docs(self, request: Request) -> Response:
