@@ -13,6 +13,7 @@ gateway/         an HTTP API and web pages
 demo/            a whole swarm on this machine
 api              names that guests may import: the gateway, notebooks, other projects
 machines/        machines that serve models together, and share weights
+training/        one adapter, trained by several homes together
 client/          a model without its blocks
 server/          some blocks
 command_line     common parts of all commands

@@ -48,6 +48,10 @@ class Invite:
     member_key: str | None = field(default=None, repr=False)
     """Private half of the swarm key of machines, in hex (`machines/records`). None = the invite makes nobody a
     member."""
+    run: str | None = None
+    """Name of a run of training (`training/together`)."""
+    run_key: str | None = field(default=None, repr=False)
+    """Its private key, in hex. Everybody who has it can take part."""
 
     def __str__(self) -> str:
         """The invite as one word."""
@@ -82,6 +86,8 @@ def read_invite(entry: str) -> Invite:
             allowed_clients=_texts(fields, "allowed_clients"),
             swarm_name=_text(fields["swarm_name"]) if fields.get("swarm_name") is not None else None,
             member_key=_key(fields["member_key"]) if fields.get("member_key") is not None else None,
+            run=_text(fields["run"]) if fields.get("run") is not None else None,
+            run_key=_key(fields["run_key"]) if fields.get("run_key") is not None else None,
         )
     except (ValueError, binascii.Error, RecursionError) as error:
         raise ConfigurationError(f"the invite {entry[:24]}… is damaged ({error}); copy the whole word again") from None
@@ -156,7 +162,7 @@ def _text(value: object) -> str:
 
 
 def _key(value: object) -> str:
-    """Check the private half of a swarm key."""
+    """Check the private half of a key."""
     if not isinstance(value, str) or not _KEY.fullmatch(value):
-        raise ValueError("its member_key is not 64 hexadecimal digits")
+        raise ValueError("one of its keys is not 64 hexadecimal digits")
     return value

@@ -78,7 +78,7 @@ async def test_a_swarm_is_found_and_others_are_left_alone(monkeypatch: pytest.Mo
 
 async def test_swarms_of_machines_disturb_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Searches for a model skip them, and searches for machines skip models."""
-    monkeypatch.setattr(discovery, "LOOK_S", 4)
+    monkeypatch.setattr(discovery, "LOOK_S", 1.5)
     member = Identity.generate().peer_id
     machines = LanAnnouncement(member, ADDRS, model="machines of a", fingerprint=member, machines=True)
     async with machines, announcement() as model:

@@ -55,6 +55,11 @@ def machines_key(swarm_id: str) -> str:
     return f"{SERVERS_PREFIX}{_private(swarm_id, 'machines')}"
 
 
+def run_key(run: str) -> str:
+    """Name of the key for the members of a run of training, by its public key."""
+    return f"{SERVERS_PREFIX}{_private(run, 'run')}"
+
+
 def _private(swarm_name: str, what: str) -> str:
     """A key that reveals neither the swarm's name nor its other keys."""
     secret = hashlib.blake2b(swarm_name.encode()).digest()

@@ -83,6 +83,13 @@ class MessageType(IntEnum):
     """The sender's last frame on this connection. It goes on with the next frame on the other one (`wire/stream`)."""
     WEIGHTS = 29
     # 24 and 26 were used until 2026-11-23.
+    MEMBER = 40
+    """40 to 45: between homes that train together (`training/rounds`)."""
+    POSITION = 41
+    DIFFERENCE = 42
+    VOTE = 43
+    WANT = 44
+    STATE = 45
 
 
 CONTROL_TYPES = frozenset((MessageType.PING, MessageType.PONG, MessageType.ERROR, MessageType.MOVED))
@@ -98,6 +105,8 @@ LARGE_TYPES = frozenset(
     )
 )
 """Types whose payload may be larger than SMALL_BYTES."""
+LARGE_RUN_TYPES = frozenset((MessageType.DIFFERENCE, MessageType.STATE))
+"""The same between homes that train together. Servers don't expect them."""
 HEADER_BYTES = {
     MessageType.STEP: 320 << 10,
     MessageType.REPLAY: 256 << 10,
@@ -141,7 +150,7 @@ def encode_message(
         raise LocalProtocolError("payload chunks must be plain bytes")
     total = sum(map(len, views))
     max_header_bytes = HEADER_BYTES.get(kind, SMALL_BYTES)
-    if kind not in LARGE_TYPES:
+    if kind not in LARGE_TYPES | LARGE_RUN_TYPES:
         max_message_bytes = min(SMALL_BYTES, max_message_bytes)
     if len(packed) > max_header_bytes or total > max_message_bytes:
         raise LocalProtocolError(

@@ -15,6 +15,13 @@ A stream begins with HELLO and WELCOME (`wire/protocol`). Then either side may s
     ADAPTER            RESULT | ERROR     client → server: keep these trained tensors; requests name them by a handle
     WEIGHTS            RESULT | ERROR     machine → machine: give me a piece of a model's files (`machines/weights`)
 
+    between homes that train together (`training/rounds` has the headers)
+    MEMBER             –                  the first message of both: I am a member of this run, under these rules
+    POSITION           –                  my state has this digest, and was made from these differences
+    DIFFERENCE         –                  my difference for this round
+    VOTE               –                  the differences that I have for this round
+    WANT               DIFFERENCE | STATE send me a difference, or a piece of your state
+
 A session ends with the stream on which it was opened. Every request carries an `id` that its answer repeats. Tensors
 may be compressed if the peer supports it (`wire/compression`). Unknown fields are ignored, so that newer peers can add
 some. `wire/frames` has the numbers and largest sizes of the messages. `streams/connection` receives them on a server.

@@ -1,0 +1,19 @@
+"""One adapter, trained by several homes together. Their data stays at home.
+
+    from swarmllm.training import Together
+    with Together(optimizer, run="poems", every=50) as together:
+        ...  # any training loop; optimizer.step() as always
+
+Each home trains alone for some steps. Then it sends what has changed, in 8 bits, and all homes apply the same average
+(DiLoCo, Douillard et al. 2023). `docs/training.md` says what the others learn about the data.
+
+together     the face: an optimizer in a run; a callback for transformers' Trainer
+members      the network's side: one peer, streams to the other members, the log of rounds
+rounds       when a round ends, and whose differences count; pure
+differences  8-bit differences, their robust mean, the outer optimizer; pure, and bit for bit the same everywhere
+privacy      noise, and the privacy budget that it leaves; pure
+"""
+
+from swarmllm.training.together import RunSettings, Together
+
+__all__ = ["RunSettings", "Together"]

@@ -1,0 +1,631 @@
+"""The network's side of a run: one peer, a stream to each other member, the rounds, and their log.
+
+`Together` starts it in an event loop of its own and hands it differences. Members find each other by records in the
+DHT under a key that only they know. Each dials the others; of two streams between the same members, the one that the
+smaller peer id has opened remains. Both prove with the run key's signature that they are members.
+
+A bad message of a member ends nothing: it is refused and logged, and nobody waits for its difference in that round.
+"""
+
+import asyncio
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError
+
+from swarmllm.data_structures import MAX_ADDRS, PeerModel, PeerText
+from swarmllm.errors import ConfigurationError, LocalProtocolError, PeerError, RemoteProtocolError, SwarmError
+from swarmllm.files import replaced
+from swarmllm.network.p2p.block_directory import run_key
+from swarmllm.network.p2p.identity import Identity
+from swarmllm.network.p2p.peer import Peer
+from swarmllm.network.wire.frames import LARGE_RUN_TYPES, Message, MessageType
+from swarmllm.network.wire.messages import parse
+from swarmllm.network.wire.protocol import FrameStream, hello, raise_error, send_error, welcome
+from swarmllm.training.differences import Difference, Rules, SharedState, limits, unpack
+from swarmllm.training.rounds import (
+    MAX_MEMBERS,
+    Adopt,
+    Apply,
+    Digest,
+    Fetch,
+    MemberHeader,
+    Offer,
+    Position,
+    RoundNumber,
+    Rounds,
+    SendVote,
+    Signature,
+    StateHeader,
+    VoteHeader,
+    WantHeader,
+    is_member,
+    membership,
+    signed_line,
+)
+from swarmllm.version import __version__
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 5.0
+"""Seconds between two looks at the records of members."""
+RECORD_S = 60.0
+"""Lifetime of a record. It is renewed at every third of it."""
+GREETING_S = 10.0
+FETCH_S = 60.0
+"""Longest wait for a difference, or for a piece of a state. Assumed: a home's uplink of 10 Mbit/s sends 75 MB in it."""
+REFUSED_S = 15.0
+"""A state that nobody could send is asked for again after this time."""
+PIECE_BYTES = 16 << 20
+STATE_FILE, LOG_FILE = "state.bin", "rounds.jsonl"
+
+
+class RunRecord(PeerModel):
+    """A member's record in the DHT."""
+
+    member: Signature
+    addrs: Annotated[tuple[Annotated[PeerText, Field(max_length=256)], ...], Field(max_length=MAX_ADDRS)] = ()
+    name: Annotated[PeerText, Field(max_length=64)] = ""
+    round: RoundNumber = 0
+    digest: Digest = "0" * 64
+    tokens: Annotated[int, Field(ge=0, le=1 << 53)] = 0
+    loss: Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False)] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Membership:
+    """This home as a member of a run."""
+
+    run: Identity
+    """The run's key."""
+    own: Identity
+    name: str
+    shapes: str
+    """SHA-256 of the shapes of the trained tensors, in hex."""
+    rules: Rules
+    directory: Path
+    patience_s: float
+    vote_s: float
+
+
+@dataclass
+class Counts:
+    """Bytes of differences and states so far, and rounds."""
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    rounds: int = 0
+    refused: list[str] = field(default_factory=list)
+    """Members whose difference was refused since the last round."""
+
+
+class Members:
+    """The members of a run, and the rounds with them. Everything runs in one event loop."""
+
+    def __init__(self, me: Membership, state: SharedState, spawn: Callable[..., "asyncio.Task[Any]"]) -> None:
+        self.me, self._spawn = me, spawn
+        self.state = state
+        """The newest shared state. Its arrays are never changed."""
+        self.counts = Counts()
+        self.rounds = Rounds(me.own.peer_id, patience_s=me.patience_s, vote_s=me.vote_s)
+        self._states: dict[str, SharedState] = {}
+        """The newest states by digest, for others: this one and the one before."""
+        self._packed: tuple[str, bytes] = "", b""
+        """The bytes of the state that was asked for last."""
+        self._differences: dict[str, tuple[Offer, Difference]] = {}
+        self._streams: dict[str, FrameStream] = {}
+        self._awaited: set[str] = set()
+        """Members whose position must come soon."""
+        self._dialling: dict[str, asyncio.Task[Any]] = {}
+        self._seen: set[str] = set()
+        self._answers: dict[tuple[str, int], asyncio.Future[bytes]] = {}
+        self._event = asyncio.Event()
+        self._moved = asyncio.Condition()
+        self._own_offer: Offer | None = None
+        self._vote: VoteHeader | None = None
+        self._problem: SwarmError | None = None
+        self._peer: Peer | None = None
+
+    # For `Together`
+
+    async def start(self, **network: Any) -> None:
+        """Join the swarm. `network`: arguments of `Peer.create`.
+
+        Raises:
+            ConfigurationError, PeerError: the swarm can't be joined.
+        """
+        self._peer = await Peer.create(**network)
+        await self._peer.serve_streams(self._serve)
+
+    @property
+    def peer(self) -> Peer:
+        assert self._peer is not None
+        return self._peer
+
+    @property
+    def num_members(self) -> int:
+        """Members that are there, with this one."""
+        return len(self._streams) + 1
+
+    async def join(self, wait_for: int, *, resumes: bool) -> None:
+        """Meet the members and take their state, or begin with the own one if nobody is there.
+
+        Raises:
+            ConfigurationError: the others train something else, or by other rules.
+        """
+        self._spawn(self._announce(), name="announce this home")
+        if resumes:
+            await self._move_to(self.state, ())
+        await self._look()
+        await asyncio.gather(*self._dialling.values(), return_exceptions=True)
+        self._spawn(self._keep_looking(), name="look for members")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(GREETING_S), self._moved:
+                await self._moved.wait_for(lambda: not self._awaited)
+        if self.rounds.position is None and not any(self.rounds.others.values()):
+            await self._move_to(self.state, ())
+        self._spawn(self._drive(), name="rounds").add_done_callback(self._driver_ended)
+        async with self._moved:
+            await self._moved.wait_for(lambda: self._problem is not None or self._is_together(wait_for))
+        if self._problem is not None:
+            raise self._problem
+
+    def _is_together(self, wait_for: int) -> bool:
+        own = self.rounds.position
+        if own is None or wait_for <= 1:
+            return own is not None
+        theirs = list(self.rounds.others.values())
+        return self.num_members >= wait_for and all(one is not None and one.key == own.key for one in theirs)
+
+    def _driver_ended(self, task: "asyncio.Task[Any]") -> None:
+        """Without rounds nobody may wait for one."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._problem = LocalProtocolError(f"the rounds of this run ended here: {error!r}")
+            self._spawn(self._tell_moved(), name="tell that rounds ended")
+
+    async def offer(self, difference: Difference, base: SharedState, tokens: int, loss: float | None) -> bool:
+        """Send the own difference to `base`. False: there is a newer state, so make a new one."""
+        position = self.rounds.position
+        if base is not self.state or position is None or self.rounds.offered():
+            return False
+        payload = await asyncio.to_thread(difference.packed)
+        sha256 = await asyncio.to_thread(lambda: hashlib.sha256(payload).hexdigest())
+        if base is not self.state or self.rounds.position is not position:
+            return False
+        offer = Offer(
+            run=self.me.run.peer_id,
+            peer_id=self.me.own.peer_id,
+            round=position.round,
+            base=position.digest,
+            sha256=sha256,
+            tokens=tokens,
+            loss=loss,
+            name=self.me.name,
+        ).signed(self.me.own)
+        self._own_offer = offer
+        self._differences[sha256] = offer, difference
+        self.rounds.take_offer(offer, self._now())
+        self._broadcast(MessageType.DIFFERENCE, offer, payload)
+        self._event.set()
+        return True
+
+    async def round_after(self, state: SharedState) -> None:
+        """Return when there is a newer state than this one.
+
+        Raises:
+            SwarmError: there will be none.
+        """
+        async with self._moved:
+            await self._moved.wait_for(lambda: self._problem is not None or self.state is not state)
+        if self._problem is not None:
+            raise self._problem
+
+    async def trains(self, does: bool) -> None:
+        """Say if others' rounds wait for this home's difference here."""
+        self.rounds.trains = does
+        self._event.set()
+
+    async def leave(self) -> None:
+        """Wait for members that are about to end the round that has ended here: they may need this one's messages."""
+        self.rounds.trains = False
+        self._event.set()
+        own = self.state.round
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.me.vote_s), self._moved:
+                await self._moved.wait_for(
+                    lambda: all(one is None or one.round != own - 1 for one in self.rounds.others.values())
+                )
+
+    async def close(self) -> None:
+        if self._peer is not None:
+            await asyncio.gather(*(stream.close() for stream in self._streams.values()))
+            await self._peer.close()
+
+    # Meeting others
+
+    async def _announce(self) -> None:
+        while True:
+            position = self.rounds.position
+            record = RunRecord(
+                member=membership(self.me.own.peer_id, self.me.run),
+                addrs=self.peer.addrs[:MAX_ADDRS],
+                name=self.me.name,
+                round=position.round if position else 0,
+                digest=position.digest if position else "0" * 64,
+                tokens=self.state.tokens,
+            )
+            key = run_key(self.me.run.peer_id)
+            await self.peer.dht_store({key: record.model_dump_json(exclude_none=True)}, time.time() + RECORD_S)
+            await asyncio.sleep(RECORD_S / 3)
+
+    async def _keep_looking(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            await self._look()
+
+    async def _look(self) -> None:
+        for peer_id, text in (await self.peer.dht_read(run_key(self.me.run.peer_id))).items():
+            try:
+                record = RunRecord.model_validate_json(text)
+            except ValidationError:
+                continue
+            if peer_id == self.me.own.peer_id or not is_member(peer_id, record.member, self.me.run.peer_id):
+                continue
+            is_new = peer_id not in self._seen
+            self._seen.add(peer_id)
+            if peer_id in self._streams or peer_id in self._dialling:
+                continue
+            if is_new and self.rounds.position is not None and peer_id < self.me.own.peer_id:
+                continue  # it dials this one
+            task = self._dialling[peer_id] = self._spawn(self._dial(peer_id, record.addrs), name=f"dial {peer_id}")
+            task.add_done_callback(partial(self._dialled, peer_id))
+
+    def _dialled(self, peer_id: str, _: "asyncio.Task[Any]") -> None:
+        self._dialling.pop(peer_id, None)
+
+    async def _dial(self, peer_id: str, addrs: tuple[str, ...]) -> None:
+        stream = await self.peer.open_stream(peer_id, addrs)
+        try:
+            await hello(stream, fingerprint=self.me.run.peer_id, software=f"swarmllm {__version__}")
+            await self._introduce(stream, self.me.own.peer_id)
+        except BaseException as error:
+            await stream.close()
+            if isinstance(error, ConfigurationError):
+                self._problem = error
+                await self._tell_moved()
+            raise
+        self._spawn(self._attend(stream), name=f"member {peer_id}")
+
+    async def _serve(self, stream: FrameStream) -> None:
+        await welcome(stream, software=f"swarmllm {__version__}")
+        await self._introduce(stream, stream.peer_id)
+        await self._attend(stream)
+
+    async def _introduce(self, stream: FrameStream, opener: str) -> None:
+        """Both sides show that they are members, and that they train the same by the same rules."""
+        stream.expect(frozenset())
+        rules = self.me.rules
+        own = MemberHeader(
+            member=membership(self.me.own.peer_id, self.me.run),
+            size=self.state.values.size,
+            shapes=self.me.shapes,
+            outer_lr=rules.outer_lr,
+            outer_momentum=rules.outer_momentum,
+            trim=rules.trim,
+            has_state=self.rounds.position is not None,
+            name=self.me.name,
+        )
+        await stream.send(MessageType.MEMBER, own.model_dump())
+        async with asyncio.timeout(GREETING_S):
+            message = await stream.receive()
+        if message.type is MessageType.ERROR:
+            raise_error(message.header, stream.peer_id)
+        if message.type is not MessageType.MEMBER:
+            raise RemoteProtocolError(f"{message.type.name} instead of MEMBER", stream.peer_id)
+        theirs = parse(MemberHeader, message.header, stream.peer_id)
+        try:
+            self._check(stream.peer_id, theirs)
+        except SwarmError as error:
+            await send_error(stream, error)
+            raise
+        stream.expect(LARGE_RUN_TYPES)
+        before = self._streams.get(stream.peer_id)
+        if before is not None and not before.closed:
+            if opener != min(stream.peer_id, self.me.own.peer_id):
+                raise PeerError("there is a stream between these members already", stream.peer_id)
+            self._spawn(before.close(), name="close the second stream")
+        self._streams[stream.peer_id] = stream
+        self.rounds.meet(stream.peer_id)
+        if theirs.has_state:
+            self._awaited.add(stream.peer_id)
+        logger.info("%s is in the run", theirs.name or stream.peer_id)
+
+    def _check(self, peer_id: str, theirs: MemberHeader) -> None:
+        if not is_member(peer_id, theirs.member, self.me.run.peer_id):
+            raise RemoteProtocolError("this peer is no member of this run: join with an invite to it", peer_id)
+        if theirs.size != self.state.values.size or theirs.shapes != self.me.shapes:
+            raise ConfigurationError(
+                f"this run trains {theirs.size} and {self.state.values.size} values of different shapes in two homes: "
+                "use the same model, the same kind of adapter, and the same optimizer groups everywhere"
+            )
+        if theirs.rules != self.me.rules:
+            raise ConfigurationError(
+                f"homes have different rules, {theirs.rules} and {self.me.rules}: give the same settings everywhere"
+            )
+        if peer_id not in self._streams and self.num_members >= MAX_MEMBERS:
+            raise ConfigurationError(f"this run has {MAX_MEMBERS} members, which is the most")
+
+    async def _attend(self, stream: FrameStream) -> None:
+        """Take this member's messages until its stream ends."""
+        try:
+            await self._catch_up(stream)
+            while True:
+                await self._take(stream, await stream.receive())
+                self._event.set()
+        finally:
+            if self._streams.get(stream.peer_id) is stream:
+                del self._streams[stream.peer_id]
+                self._awaited.discard(stream.peer_id)
+                self.rounds.leave(stream.peer_id)
+                self._event.set()
+                await self._tell_moved()
+            await stream.close()
+
+    async def _catch_up(self, stream: FrameStream) -> None:
+        """Tell a member that has just come the own position, difference and vote."""
+        position = self.rounds.position
+        if position is None:
+            return
+        await stream.send(MessageType.POSITION, position.model_dump())
+        offer = self._own_offer
+        if offer is not None and (offer.round, offer.base) == position.key:
+            await self._send_difference(stream, offer.sha256)
+        if self._vote is not None and (self._vote.round, self._vote.base) == position.key:
+            await stream.send(MessageType.VOTE, self._vote.model_dump())
+
+    # Messages
+
+    async def _take(self, stream: FrameStream, message: Message) -> None:
+        peer_id, now = stream.peer_id, self._now()
+        if message.type is MessageType.POSITION:
+            self.rounds.take_position(peer_id, parse(Position, message.header, peer_id), now)
+            self._awaited.discard(peer_id)
+            await self._tell_moved()
+        elif message.type is MessageType.VOTE:
+            self.rounds.take_vote(peer_id, parse(VoteHeader, message.header, peer_id), now)
+        elif message.type is MessageType.DIFFERENCE:
+            await self._take_difference(peer_id, parse(Offer, message.header, peer_id), message.payload)
+        elif message.type is MessageType.WANT:
+            want = parse(WantHeader, message.header, peer_id)
+            self._spawn(self._answer(stream, want), name="send what is wanted")
+        elif message.type is MessageType.STATE:
+            header = parse(StateHeader, message.header, peer_id)
+            self.counts.received_bytes += len(message.payload)
+            self._answered((header.digest, header.offset), bytes(message.payload) if header.total else b"")
+        elif message.type is MessageType.ERROR:
+            raise_error(message.header, peer_id)
+        else:
+            raise RemoteProtocolError(f"{message.type.name} doesn't belong into a run", peer_id)
+
+    async def _take_difference(self, sender: str, offer: Offer, payload: bytearray) -> None:
+        self.counts.received_bytes += len(payload)
+        try:
+            if not offer.is_genuine(self.me.run.peer_id):
+                raise RemoteProtocolError("a difference is not signed by its member", sender)
+            difference = await asyncio.to_thread(self._checked, offer, payload)
+        except RemoteProtocolError as error:
+            logger.warning(
+                "the difference of %s doesn't count in round %d: %s", offer.name or sender, offer.round, error
+            )
+            if sender == offer.peer_id:
+                self.counts.refused.append(sender)
+                self.rounds.refuse(sender, offer, self._now())
+        else:
+            if self.rounds.take_offer(offer, self._now()):
+                self._differences[offer.sha256] = offer, difference
+        self._answered((offer.sha256, -1), b"")
+
+    def _checked(self, offer: Offer, payload: bytearray) -> Difference:
+        if hashlib.sha256(payload).hexdigest() != offer.sha256:
+            raise RemoteProtocolError("a difference has another digest than its header says", offer.peer_id)
+        return unpack(payload, self.state.values.size, offer.peer_id)
+
+    async def _answer(self, stream: FrameStream, want: WantHeader) -> None:
+        if want.difference is not None:
+            await self._send_difference(stream, want.difference)
+        if want.state is None:
+            return
+        state = self._states.get(want.state)
+        if state is not None and self._packed[0] != want.state:
+            self._packed = want.state, await asyncio.to_thread(state.packed)
+        whole = self._packed[1] if self._packed[0] == want.state else b""
+        piece = memoryview(whole)[want.offset : want.offset + PIECE_BYTES]
+        header = StateHeader(digest=want.state, offset=want.offset, total=len(whole))
+        self.counts.sent_bytes += len(piece)
+        await stream.send(MessageType.STATE, header.model_dump(), [piece])
+
+    async def _send_difference(self, stream: FrameStream, sha256: str) -> None:
+        if (kept := self._differences.get(sha256)) is not None:
+            payload = await asyncio.to_thread(kept[1].packed)
+            self.counts.sent_bytes += len(payload)
+            await stream.send(MessageType.DIFFERENCE, kept[0].model_dump(), [payload])
+
+    def _answered(self, key: tuple[str, int], data: bytes) -> None:
+        future = self._answers.pop(key, None)
+        if future is not None and not future.done():
+            future.set_result(data)
+
+    def _broadcast(self, kind: MessageType, header: PeerModel, payload: bytes = b"") -> None:
+        for stream in self._streams.values():
+            self.counts.sent_bytes += len(payload)
+            chunks = [payload] if payload else []
+            self._spawn(stream.send(kind, header.model_dump(), chunks), name=f"send {kind.name}")
+
+    # Rounds
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
+
+    async def _drive(self) -> None:
+        """Do what the rounds ask for."""
+        while True:
+            self._event.clear()
+            actions = self.rounds.step(self._now())
+            for action in actions:
+                await self._do(action)
+            if not actions:
+                wakes_at = self.rounds.wakes_at
+                with suppress(TimeoutError):
+                    async with asyncio.timeout_at(wakes_at):
+                        await self._event.wait()
+
+    async def _do(self, action: SendVote | Fetch | Apply | Adopt) -> None:
+        if isinstance(action, SendVote):
+            self._vote = action.vote
+            self._broadcast(MessageType.VOTE, action.vote)
+        elif isinstance(action, Fetch):
+            await self._fetch(action)
+        elif isinstance(action, Apply):
+            await self._apply(action.offers)
+        else:
+            await self._adopt(action)
+
+    async def _fetch(self, fetch: Fetch) -> None:
+        for holder in fetch.holders:
+            await self._ask(holder, WantHeader(difference=fetch.sha256), (fetch.sha256, -1))
+            if fetch.sha256 in self._differences:
+                return
+        self.rounds.give_up(fetch.peer_id, fetch.sha256)
+
+    async def _ask(self, holder: str, want: WantHeader, key: tuple[str, int]) -> bytes | None:
+        """Send a question, and wait for its answer; None: it doesn't come."""
+        stream = self._streams.get(holder)
+        if stream is None:
+            return None
+        answer = self._answers[key] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(FETCH_S):
+                await stream.send(MessageType.WANT, want.model_dump())
+                await asyncio.wait([answer, stream.gone], return_when=asyncio.FIRST_COMPLETED)
+                return answer.result() if answer.done() else None
+        except (SwarmError, TimeoutError) as error:
+            logger.info("%s didn't send what was asked for: %s", holder, error)
+            return None
+        finally:
+            self._answers.pop(key, None)
+
+    async def _adopt(self, adopt: Adopt) -> None:
+        digest = adopt.position.digest
+        for holder in adopt.holders:
+            data, total = bytearray(), None
+            while total is None or len(data) < total:
+                want = WantHeader(state=digest, offset=len(data))
+                piece = await self._ask(holder, want, (digest, len(data)))
+                if not piece:
+                    break
+                data += piece
+                total = total or None
+                if len(piece) < PIECE_BYTES:
+                    total = len(data)
+            if total is None:
+                continue
+            with suppress(RemoteProtocolError):
+                state = await asyncio.to_thread(SharedState.unpack, data, self.state.values.size, holder)
+                if state.round == adopt.position.round and await asyncio.to_thread(state.digest) == digest:
+                    logger.info("the state of round %d comes from %s", state.round, holder)
+                    await self._move_to(state, (), digest)
+                    return
+        logger.warning("the state of round %d can't be had from %s", adopt.position.round, ", ".join(adopt.holders))
+        self.rounds.give_up_state(digest, self._now() + REFUSED_S)
+
+    async def _apply(self, offers: tuple[Offer, ...]) -> None:
+        differences = {offer.peer_id: self._differences[offer.sha256][1] for offer in offers}
+        tokens = sum(offer.tokens for offer in offers)
+        state = await asyncio.to_thread(self.state.after, differences, tokens, self.me.rules)
+        kept = await asyncio.to_thread(
+            lambda: limits({one: difference.norm() for one, difference in differences.items()})
+        )
+        digest = await asyncio.to_thread(state.digest)
+        chosen = tuple((offer.peer_id, offer.sha256) for offer in offers)
+        self.counts.rounds += 1
+        await asyncio.to_thread(self._write_line, offers, kept, state, digest)
+        await self._move_to(state, chosen, digest)
+
+    async def _move_to(self, state: SharedState, chosen: tuple[tuple[str, str], ...], digest: str = "") -> None:
+        digest = digest or await asyncio.to_thread(state.digest)
+        self.state = state
+        self._states = dict([*self._states.items(), (digest, state)][-2:])
+        position = Position(round=state.round, digest=digest, chosen=chosen)
+        self.rounds.advance(position)
+        needed = self.rounds.needed() | {sha256 for _, sha256 in chosen}
+        self._differences = {sha256: kept for sha256, kept in self._differences.items() if sha256 in needed}
+        self._broadcast(MessageType.POSITION, position)
+        await asyncio.to_thread(self._save, state)
+        await self._tell_moved()
+
+    async def _tell_moved(self) -> None:
+        async with self._moved:
+            self._moved.notify_all()
+
+    def _save(self, state: SharedState) -> None:
+        with replaced(self.me.directory / STATE_FILE, durable=False) as path:
+            path.write_bytes(state.packed())
+
+    def _write_line(self, offers: tuple[Offer, ...], kept: dict[str, float], state: SharedState, digest: str) -> None:
+        members = [
+            {
+                "peer_id": offer.peer_id,
+                "name": offer.name,
+                "tokens": offer.tokens,
+                "loss": offer.loss,
+                "share": round(kept[offer.peer_id], 6),
+                "sha256": offer.sha256,
+                "base": offer.base,
+                "signature": offer.signature,
+            }
+            for offer in offers
+        ]
+        fields = {
+            "run": self.me.run.peer_id,
+            "round": state.round - 1,
+            "digest": digest,
+            "members": members,
+            "refused": sorted(set(self.counts.refused)),
+            "tokens": state.tokens,
+            "sent_bytes": self.counts.sent_bytes,
+            "received_bytes": self.counts.received_bytes,
+            "at": round(time.time(), 3),
+        }
+        self.counts.refused.clear()
+        line = json.dumps(signed_line(fields, self.me.own), separators=(",", ":"))
+        with (self.me.directory / LOG_FILE).open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+        who = ", ".join(f"{offer.name} {offer.tokens} tokens loss {offer.loss}" for offer in offers)
+        logger.info("round %d of %d: %s", state.round - 1, len(offers), who)
+
+
+def saved_state(directory: Path, size: int) -> SharedState | None:
+    """The state of the last round before this process; None: there is none.
+
+    Raises:
+        ConfigurationError: it belongs to another model or adapter.
+    """
+    try:
+        data = (directory / STATE_FILE).read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        return SharedState.unpack(data, size)
+    except RemoteProtocolError:
+        raise ConfigurationError(
+            f"{directory / STATE_FILE} is of another run, model or adapter: give another directory"
+        ) from None

@@ -1,0 +1,57 @@
+"""Noise on what a home sends, and the privacy budget that it leaves. Pure.
+
+Each difference is shortened to `clip_norm`, and Gaussian noise of `noise_multiplier * clip_norm` is added to every
+value before it is rounded and sent. The guarantee is for a whole home: if all of its data were other data, the
+difference could change by at most twice `clip_norm`. No samples are drawn among homes, so the composition of Gaussian
+mechanisms is exact (Dong, Roth, Su: Gaussian Differential Privacy, 2022, corollary 3.3 and theorem 2.7): `n` rounds are
+one Gaussian mechanism with mu = 2 sqrt(n) / noise_multiplier.
+"""
+
+import math
+
+import numpy as np
+
+from swarmllm.training.differences import Floats
+
+
+def with_noise(values: Floats, clip_norm: float, noise_multiplier: float, generator: np.random.Generator) -> Floats:
+    """Shorten the difference to `clip_norm`, and add noise."""
+    norm = float(np.sqrt(np.square(values, dtype=np.float64).sum()))
+    shortened = values * np.float32(min(1.0, clip_norm / norm) if norm > 0 else 1.0)
+    noise = generator.standard_normal(values.size, np.float32) * np.float32(noise_multiplier * clip_norm)
+    return np.asarray(shortened + noise, np.float32)
+
+
+def delta_of(epsilon: float, rounds: int, noise_multiplier: float) -> float:
+    """The smallest delta for this epsilon after so many rounds."""
+    if not rounds:
+        return 0.0
+    mu = 2 * math.sqrt(rounds) / noise_multiplier
+    far = -epsilon / mu - mu / 2
+    return max(0.0, _phi(-epsilon / mu + mu / 2) - math.exp(epsilon + _log_phi(far)))
+
+
+def epsilon_of(delta: float, rounds: int, noise_multiplier: float) -> float:
+    """The smallest epsilon for this delta after so many rounds; infinity without noise."""
+    if not rounds:
+        return 0.0
+    if noise_multiplier <= 0:
+        return math.inf
+    low, high = 0.0, 1.0
+    while delta_of(high, rounds, noise_multiplier) > delta:
+        high *= 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if delta_of(middle, rounds, noise_multiplier) > delta else (low, middle)
+    return high
+
+
+def _phi(x: float) -> float:
+    return math.erfc(-x / math.sqrt(2)) / 2
+
+
+def _log_phi(x: float) -> float:
+    """The logarithm of `_phi`, also where that is 0 in floating point (its asymptotic series)."""
+    if x > -30:
+        return math.log(_phi(x))
+    return -x * x / 2 - math.log(-x * math.sqrt(2 * math.pi)) + math.log1p(-1 / (x * x))

@@ -1,0 +1,402 @@
+"""When a round ends, and whose differences count. Pure: the time is an argument, and `members` moves the bytes.
+
+A round begins with the first difference. Each member sends its own one to all others. Its states, at each member:
+
+    state     on                                                                  →
+    collect   differences of all members that are there, or patience is over      vote: tell all which ones are here
+    vote      the votes of all who are there, or too long; or somebody is done    decide
+    decide    differences that others voted for have come, or don't come          apply their mean; tell the digest
+
+The *union* of all votes counts. So a member that lies can leave nobody out, and a difference that reached one member
+counts for all, because they ask that one for it. A member that sends two different differences is left out.
+
+Members may hear different votes if somebody dies in the middle. Then their digests differ, and the smaller group takes
+the state of the larger one. A member that comes, or was frozen, takes the state of more than half in the same way. Half
+against half, the higher round counts, then the smaller digest. Members that are silent are not waited for.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Annotated, NamedTuple
+
+from pydantic import Field
+
+from swarmllm.data_structures import PeerModel, PeerText
+from swarmllm.network.p2p.identity import Identity, verify
+from swarmllm.training.differences import Rules
+
+MAX_MEMBERS = 16
+"""Each member sends its difference to each other one, so the bytes grow with their square."""
+MAX_ROUND = 1 << 40
+MAX_KEPT = 4
+"""Differences of one member to keep: of this round and the next one, and a second one of each, which proves a lie."""
+
+PeerId = Annotated[str, Field(min_length=40, max_length=64)]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Signature = Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
+RoundNumber = Annotated[int, Field(ge=0, le=MAX_ROUND)]
+Choice = Annotated[tuple[tuple[PeerId, Digest], ...], Field(max_length=4 * MAX_MEMBERS)]
+"""Differences: the peer id of each, and the SHA-256 of its bytes."""
+
+_MEMBER, _OFFER, _LINE = b"swarmllm member of a run 1\x00", b"swarmllm difference 1\x00", b"swarmllm round 1\x00"
+
+
+class MemberHeader(PeerModel):
+    """MEMBER: both sides' first message after the greeting."""
+
+    member: Signature
+    """The run key's signature of the sender's peer id."""
+    size: Annotated[int, Field(ge=1, le=1 << 40)]
+    """Number of trained values."""
+    shapes: Digest
+    """Of the shapes of the trained tensors."""
+    outer_lr: Annotated[float, Field(ge=0, le=1e6)]
+    outer_momentum: Annotated[float, Field(ge=0, le=1)]
+    trim: Annotated[float, Field(ge=0, le=0.5)]
+    has_state: bool = True
+    """False: the sender is just joining. True: its POSITION follows."""
+    name: Annotated[PeerText, Field(max_length=64)] = ""
+
+    @property
+    def rules(self) -> Rules:
+        return Rules(self.outer_lr, self.outer_momentum, self.trim)
+
+
+class Position(PeerModel):
+    """POSITION: the state that a member has. It also counts as its last vote of the round before."""
+
+    round: RoundNumber
+    digest: Digest
+    chosen: Choice = ()
+    """The differences from which this state was made, if the member has made it itself."""
+
+    @property
+    def key(self) -> tuple[int, str]:
+        return self.round, self.digest
+
+
+class Offer(PeerModel):
+    """DIFFERENCE: whose it is, and to which state it belongs. The payload is `Difference.packed`."""
+
+    run: PeerId
+    """The run's public key."""
+    peer_id: PeerId
+    round: RoundNumber
+    base: Digest
+    """Digest of the state that it was computed from."""
+    sha256: Digest
+    """Of the payload."""
+    tokens: Annotated[int, Field(ge=0, le=1 << 40)] = 0
+    """Tokens of training since the last one, as its sender says."""
+    loss: Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False)] | None = None
+    """Mean loss of these steps, as its sender says."""
+    name: Annotated[PeerText, Field(max_length=64)] = ""
+    signature: Signature = "0" * 128
+    """By the key of `peer_id`."""
+
+    def signed_bytes(self) -> bytes:
+        return _OFFER + canonical(self.model_dump(mode="json", exclude={"signature"}))
+
+    def signed(self, identity: Identity) -> "Offer":
+        return self.model_copy(update={"signature": identity.sign(self.signed_bytes()).hex()})
+
+    def is_genuine(self, run: str) -> bool:
+        """True if it belongs to this run, and its sender has signed it."""
+        return self.run == run and verify(self.peer_id, bytes.fromhex(self.signature), self.signed_bytes())
+
+
+class VoteHeader(PeerModel):
+    """VOTE: the differences that a member has for this round."""
+
+    round: RoundNumber
+    base: Digest
+    have: Choice
+
+
+class WantHeader(PeerModel):
+    """WANT: send me the difference with this SHA-256, or the state with this digest, from an offset on."""
+
+    difference: Digest | None = None
+    state: Digest | None = None
+    offset: Annotated[int, Field(ge=0, le=1 << 40)] = 0
+
+
+class StateHeader(PeerModel):
+    """STATE: bytes of a state from an offset on. `total` 0: it isn't here any more."""
+
+    digest: Digest
+    offset: Annotated[int, Field(ge=0, le=1 << 40)]
+    total: Annotated[int, Field(ge=0, le=1 << 40)]
+
+
+def canonical(fields: dict[str, object]) -> bytes:
+    """The bytes under signatures."""
+    return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+
+
+def membership(peer_id: str, run_key: Identity) -> str:
+    """The signature that makes this peer a member."""
+    return run_key.sign(_MEMBER + peer_id.encode()).hex()
+
+
+def is_member(peer_id: str, signature: str, run: str) -> bool:
+    """True if somebody with the run's key made this signature."""
+    return verify(run, bytes.fromhex(signature), _MEMBER + peer_id.encode())
+
+
+def signed_line(fields: dict[str, object], identity: Identity) -> dict[str, object]:
+    """A line of the log of rounds, with the peer id and signature of the one that wrote it."""
+    fields = {**fields, "by": identity.peer_id}
+    return {**fields, "signature": identity.sign(_LINE + canonical(fields)).hex()}
+
+
+def is_genuine_line(line: dict[str, object]) -> bool:
+    """True if the peer that a line names has written all of it."""
+    fields = {name: value for name, value in line.items() if name != "signature"}
+    return verify(str(line.get("by")), bytes.fromhex(str(line.get("signature"))), _LINE + canonical(fields))
+
+
+class SendVote(NamedTuple):
+    """Tell all others which differences are here."""
+
+    vote: VoteHeader
+
+
+class Fetch(NamedTuple):
+    """Ask these members for the difference; then `take_offer` or `give_up`."""
+
+    peer_id: str
+    sha256: str
+    holders: tuple[str, ...]
+
+
+class Apply(NamedTuple):
+    """Compute the next state from these differences; then `advance`."""
+
+    offers: tuple[Offer, ...]
+
+
+class Adopt(NamedTuple):
+    """Take the state of these members; then `advance` or `give_up_state`."""
+
+    position: Position
+    holders: tuple[str, ...]
+
+
+Action = SendVote | Fetch | Apply | Adopt
+Key = tuple[int, str]
+
+
+@dataclass
+class _Round:
+    """The round of one state."""
+
+    began_at: float
+    first_vote_at: float | None = None
+    voted_at: float | None = None
+    offers: dict[tuple[str, str], Offer] = field(default_factory=dict)
+    votes: dict[str, Choice] = field(default_factory=dict)
+    lost: set[tuple[str, str]] = field(default_factory=set)
+    """Differences that nobody could send."""
+    refused: set[str] = field(default_factory=set)
+    """Members whose difference makes no sense."""
+
+
+class Rounds:
+    """The rounds as one member sees them. Call `step` after each event and at `wakes_at`, and do what it returns."""
+
+    def __init__(self, own: str, *, patience_s: float, vote_s: float) -> None:
+        self._own, self._patience_s, self._vote_s = own, patience_s, vote_s
+        self.position: Position | None = None
+        """The own state; None: it must still come from others."""
+        self.trains = False
+        """True while the own difference is waited for."""
+        self.others: dict[str, Position | None] = {}
+        """Members that are there, and their positions."""
+        self.wakes_at: float | None = None
+        self._rounds: dict[Key, _Round] = {}
+        self._refused: dict[str, float] = {}
+        """Digests of states that couldn't be had, and until when not to ask again."""
+
+    # Events
+
+    def meet(self, peer_id: str) -> None:
+        """A member is there."""
+        self.others.setdefault(peer_id, None)
+
+    def leave(self, peer_id: str) -> None:
+        """A member is silent or gone. Its difference counts all the same if it has come."""
+        self.others.pop(peer_id, None)
+
+    def take_position(self, peer_id: str, position: Position, now: float) -> None:
+        before = self.others.get(peer_id)
+        self.others[peer_id] = position
+        if position.chosen and before is not None and before.round + 1 == position.round:
+            self._take_vote(peer_id, before.key, position.chosen, now)
+
+    def take_vote(self, peer_id: str, vote: VoteHeader, now: float) -> None:
+        self._take_vote(peer_id, (vote.round, vote.base), vote.have, now)
+
+    def _take_vote(self, peer_id: str, key: Key, have: Choice, now: float) -> None:
+        if (one := self._round(key, now)) is not None:
+            one.votes[peer_id] = (*one.votes.get(peer_id, ()), *have)[: 4 * MAX_MEMBERS]
+            one.first_vote_at = now if one.first_vote_at is None else one.first_vote_at
+
+    def take_offer(self, offer: Offer, now: float) -> bool:
+        """Note a difference whose signature and payload are right. False: it isn't needed."""
+        kept = [one for one in self._rounds.values() for peer_id, _ in one.offers if peer_id == offer.peer_id]
+        one = self._round((offer.round, offer.base), now) if len(kept) < MAX_KEPT else None
+        if one is None:
+            return False
+        one.offers[offer.peer_id, offer.sha256] = offer
+        return True
+
+    def refuse(self, peer_id: str, offer: Offer, now: float) -> None:
+        """The difference that this member sent makes no sense, so it isn't waited for."""
+        if (one := self._round((offer.round, offer.base), now)) is not None:
+            one.refused.add(peer_id)
+
+    def give_up(self, peer_id: str, sha256: str) -> None:
+        """Nobody sends this difference."""
+        for one in self._rounds.values():
+            one.lost.add((peer_id, sha256))
+
+    def give_up_state(self, digest: str, until: float) -> None:
+        """Nobody sends this state."""
+        self._refused[digest] = until
+
+    def advance(self, position: Position) -> None:
+        """The own state is another one."""
+        self.position = position
+        self._rounds = {key: one for key, one in self._rounds.items() if key[0] >= position.round}
+
+    def offered(self) -> bool:
+        """True if the own difference of this round is there."""
+        one = None if self.position is None else self._rounds.get(self.position.key)
+        return one is not None and any(peer_id == self._own for peer_id, _ in one.offers)
+
+    def needed(self) -> set[str]:
+        """SHA-256 of all differences that may still count."""
+        return {sha256 for one in self._rounds.values() for _, sha256 in one.offers}
+
+    def _round(self, key: Key, now: float) -> _Round | None:
+        """The round of this state, if it may be the own one soon."""
+        at = 0 if self.position is None else self.position.round
+        if key not in self._rounds and (not at <= key[0] <= at + 1 or len(self._rounds) >= 2 * MAX_MEMBERS):
+            return None
+        return self._rounds.setdefault(key, _Round(now))
+
+    # Decisions
+
+    def step(self, now: float) -> list[Action]:
+        """What is to be done now. All of it must be done, and told, before the next call."""
+        self.wakes_at = None
+        if (adopt := self._adopt(now)) is not None:
+            return [adopt]
+        if self.position is None or (one := self._rounds.get(self.position.key)) is None:
+            return []
+        if one.voted_at is None:
+            if not self._is_collected(one, now):
+                return []
+            one.voted_at = now
+            one.votes[self._own] = have = tuple(sorted(one.offers))
+            return [SendVote(VoteHeader(round=self.position.round, base=self.position.digest, have=have))]
+        if not self._is_voted(one, now):
+            return []
+        chosen = self._chosen(one)
+        fetches = [
+            Fetch(peer_id, sha256, tuple(sorted(voter for voter, have in one.votes.items() if entry in have)))
+            for entry in sorted(chosen - one.offers.keys())
+            for peer_id, sha256 in [entry]
+        ]
+        return list(fetches) or [Apply(tuple(one.offers[entry] for entry in sorted(chosen)))]
+
+    def _is_collected(self, one: _Round, now: float) -> bool:
+        if not one.offers:
+            return bool(one.votes) and self._is_over(now, (one.first_vote_at or now) + self._vote_s / 2)
+        here = {peer_id for peer_id, _ in one.offers} | one.refused
+        if here >= self._expected():
+            return True
+        ends_at = one.began_at + self._patience_s
+        if one.first_vote_at is not None:
+            ends_at = min(ends_at, one.first_vote_at + self._vote_s / 2)
+        return self._is_over(now, ends_at)
+
+    def _is_voted(self, one: _Round, now: float) -> bool:
+        waited_for = {peer_id for peer_id, theirs in self.others.items() if theirs and self._is_with(theirs)}
+        if self._somebody_is_done() or one.votes.keys() >= waited_for:
+            return True
+        return self._is_over(now, (one.voted_at or now) + self._vote_s)
+
+    def _is_over(self, now: float, at: float) -> bool:
+        self.wakes_at = at
+        return now >= at
+
+    def _is_with(self, theirs: Position) -> bool:
+        return self.position is not None and theirs.key == self.position.key
+
+    def _somebody_is_done(self) -> bool:
+        """True if a member has ended this round."""
+        assert self.position is not None
+        at = self.position.round
+        return any(theirs is not None and theirs.round > at for theirs in self.others.values())
+
+    def _expected(self) -> set[str]:
+        """Members whose difference is waited for: those at the same state, or just before it."""
+        assert self.position is not None
+        before = self.position.round - 1
+        theirs = {
+            peer_id
+            for peer_id, position in self.others.items()
+            if position is not None and (self._is_with(position) or position.round == before)
+        }
+        return theirs | {self._own} if self.trains else theirs
+
+    def _chosen(self, one: _Round) -> set[tuple[str, str]]:
+        """The union of the votes, without those that sent two differences, and without lost ones."""
+        entries = {entry for have in one.votes.values() for entry in have} - one.lost
+        senders = [peer_id for peer_id, _ in entries]
+        return {(peer_id, sha256) for peer_id, sha256 in entries if senders.count(peer_id) == 1}
+
+    def _adopt(self, now: float) -> Adopt | None:
+        """The state to take from others, if theirs counts more."""
+        theirs = {peer_id: one for peer_id, one in self.others.items() if one is not None}
+        groups: dict[Key, list[str]] = {}
+        for peer_id, position in theirs.items():
+            if self._refused.get(position.digest, now) <= now:
+                groups.setdefault(position.key, []).append(peer_id)
+        if not groups:
+            return None
+        best = max(groups, key=lambda key: (len(groups[key]), key[0], _reversed(key[1])))
+        if self.position is not None:
+            at = self.position.round
+            best = max(groups, key=lambda key: (key[0] >= at, len(groups[key]), key[0], _reversed(key[1])))
+            if not self._counts_more(best, len(groups[best]), theirs.values()):
+                return None
+        return Adopt(theirs[groups[best][0]], tuple(sorted(groups[best])))
+
+    def _counts_more(self, key: Key, count: int, theirs: Iterable[Position]) -> bool:
+        assert self.position is not None
+        own, others = self.position.key, list(theirs)
+        if key == own or key[0] < own[0]:
+            return False
+        total = len(others) + 1
+        if key[0] > own[0]:
+            if key[0] == own[0] + 1 and self._can_end_itself():
+                return False
+            return 2 * count >= total
+        if 2 * count > total:
+            return True
+        same = 1 + sum(one.key == own for one in others)
+        settled = all(one.round >= own[0] for one in others)
+        return settled and (count, _reversed(key[1])) > (same, _reversed(own[1]))
+
+    def _can_end_itself(self) -> bool:
+        """True if the own round isn't over, and others have told what they chose: then `step` ends it."""
+        one = None if self.position is None else self._rounds.get(self.position.key)
+        return one is not None and bool(one.votes)
+
+
+def _reversed(digest: str) -> int:
+    return -int(digest, 16)

@@ -1,0 +1,371 @@
+"""An optimizer in a run of several homes, and a callback for transformers' Trainer.
+
+`Together` doesn't replace `optimizer.step()`: it hooks into it, and keeps all of its own work in another thread with an
+event loop. After `every` steps it sends the difference between the shared values and the own ones. The next steps go on
+meanwhile. When the round has ended, the own values move by the same vector as the shared ones, plus the difference that
+counted. So nothing is lost that happened in between: an own difference that came too late, the rounding of one that
+came in time, and steps since then are all in the next difference.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from swarmllm.client.view.event_loop import EventLoop
+from swarmllm.errors import ConfigurationError
+from swarmllm.files import create_private_file, user_path
+from swarmllm.invite import Invite, is_invite, read_invite, unpack_invites
+from swarmllm.network.p2p.identity import Identity, lock_identity
+from swarmllm.training.differences import Floats, Rules, SharedState, quantize
+from swarmllm.training.members import Members, Membership, saved_state
+from swarmllm.training.privacy import epsilon_of, with_noise
+
+logger = logging.getLogger(__name__)
+
+MAX_VALUES = 250_000_000
+"""Most trained values. A difference must fit into one message of 256 MiB."""
+INVITE_FILE = "invite.swarm"
+MAX_HOMES_HERE = 16
+"""Most directories of one run that are tried on this machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """Settings of a home in a run. The first three must be the same in all homes."""
+
+    outer_lr: float = 0.7
+    """Learning rate of the average of all differences. 1 and no momentum: plain averages of the values. The default is
+    DiLoCo's."""
+    outer_momentum: float = 0.9
+    """Nesterov momentum of the averages. The default is DiLoCo's."""
+    trim: float = 0.0
+    """Share of the largest and of the smallest differences of each value to leave out: 0.25 of 4 homes leaves out one
+    each. Lies count less then, and so does what only one home has seen."""
+    wait_for: int = 1
+    """Homes that must be there before this one begins."""
+    patience_s: float = 120.0
+    """Longest time that a round waits for slower homes, from its first difference. What they have learned counts in the
+    next round."""
+    in_background: bool = True
+    """False: wait for the end of each round before the next step."""
+    noise_multiplier: float = 0.0
+    """Noise on each sent difference, in multiples of `clip_norm`. 0: none."""
+    clip_norm: float = 1.0
+    """With noise: the largest norm of a sent difference."""
+    name: str = ""
+    """Name of this home in logs. Empty: the host's name."""
+    host_maddrs: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
+    """Addresses to listen on."""
+    announce_maddrs: tuple[str, ...] | None = None
+    """Addresses for others, if they differ."""
+
+    def __post_init__(self) -> None:
+        ranges = {
+            "outer_lr": 0 < self.outer_lr <= 10,
+            "outer_momentum": 0 <= self.outer_momentum < 1,
+            "trim": 0 <= self.trim < 0.5,
+            "wait_for": 1 <= self.wait_for <= MAX_HOMES_HERE,
+            "patience_s": self.patience_s > 0,
+            "noise_multiplier": self.noise_multiplier >= 0,
+            "clip_norm": self.clip_norm > 0,
+        }
+        for name, is_right in ranges.items():
+            if not is_right:
+                raise ConfigurationError(f"{name} can't be {getattr(self, name)}: see the docstring of RunSettings")
+
+
+class Together:
+    """A run as a context manager. Inside, `optimizer.step()` takes part in it.
+
+    `run` is a name, which founds a run or goes on with it, or the invite that another home printed. The trained values
+    are all parameters of the optimizer. At the beginning they become those of the run, and at the end as well.
+    `directory` holds this home's identity, the log of rounds, and the newest shared state, from which it goes on if
+    nobody else is there. Without `initial_peers` the run has a small swarm of its own.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        run: str,
+        every: int = 50,
+        *,
+        directory: str | Path | None = None,
+        initial_peers: Sequence[str] = (),
+        settings: RunSettings | None = None,
+    ) -> None:
+        if every < 1:
+            raise ConfigurationError(f"every must be 1 step or more, not {every}")
+        self.optimizer, self.every, self.settings = optimizer, every, settings or RunSettings()
+        self._parameters = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
+        size = sum(one.numel() for one in self._parameters)
+        if not 0 < size <= MAX_VALUES:
+            raise ConfigurationError(f"{size} trained values: a run needs 1 to {MAX_VALUES}, so train an adapter")
+        self._run, self._peers, self._chosen_directory = run, tuple(initial_peers), directory
+        self._loop: EventLoop | None = None
+        self._members: Members | None = None
+        self._shared: SharedState | None = None
+        self._sent: tuple[int, Floats] | None = None
+        """Round and values of the own difference, until that round is over."""
+        self._steps = self._tokens = 0
+        self._losses: list[float] = []
+        self._hook: Any = None
+        self.rounds_sent = 0
+        """Rounds in which this home has sent a difference, for the privacy budget."""
+        self.directory: Path | None = None
+        self.invite = ""
+        """An invite to the run, for other homes. Everybody who has it can take part."""
+
+    # Beginning and end
+
+    def __enter__(self) -> Self:
+        invite = read_invite(self._run) if is_invite(self._run) else None
+        if invite is not None and (invite.run is None or invite.run_key is None):
+            raise ConfigurationError(
+                "this invite is to a swarm, not to a run: take the one that a home of the run printed"
+            )
+        name = self._run if invite is None else str(invite.run)
+        given, _ = unpack_invites(self._peers)
+        peers = tuple(dict.fromkeys([*given, *(invite.initial_peers if invite else ())]))
+        self.directory, own = self._home_directory(name)
+        key = _run_key(self.directory, invite)
+        size = sum(one.numel() for one in self._parameters)
+        saved = saved_state(self.directory, size)
+        rules = Rules(self.settings.outer_lr, self.settings.outer_momentum, self.settings.trim)
+        me = Membership(
+            run=key,
+            own=own,
+            name=self.settings.name or socket.gethostname()[:64],
+            shapes=self._shapes(),
+            rules=rules,
+            directory=self.directory,
+            patience_s=self.settings.patience_s,
+            vote_s=min(10.0, self.settings.patience_s),
+        )
+        self._loop = EventLoop("swarmllm-together")
+        self._members = Members(me, saved or SharedState.initial(self._flat()), self._loop.spawn)
+        self._loop.on_close.append(self._members.close)
+        try:
+            self._loop.run_coroutine(self._begin(peers, name, key, resumes=saved is not None))
+        except BaseException:
+            self._loop.close()
+            raise
+        self._shared = self._members.state
+        self._write(self._shared.values)
+        self._hook = self.optimizer.register_step_post_hook(lambda *_: self._after_step())
+        return self
+
+    async def _begin(self, peers: tuple[str, ...], name: str, key: Identity, *, resumes: bool) -> None:
+        members = self._the_members
+        assert self.directory is not None
+        await members.start(
+            initial_peers=peers,
+            host_maddrs=self.settings.host_maddrs,
+            announce_maddrs=self.settings.announce_maddrs,
+            identity_path=self.directory / "identity.key",
+            reachability="auto",
+        )
+        secret = key.key.private_bytes_raw().hex()
+        ways = tuple(dict.fromkeys([*members.peer.join_maddrs, *peers]))[:64]
+        self.invite = str(Invite(initial_peers=ways, run=name, run_key=secret))
+        path = self.directory / INVITE_FILE
+        path.unlink(missing_ok=True)
+        create_private_file(path, self.invite.encode())
+        logger.info("other homes join this run with the invite in %s", path)
+        await members.join(self.settings.wait_for, resumes=resumes)
+        await members.trains(True)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._loop is None:
+            return
+        self._hook.remove()
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            self._loop.close()
+
+    def _finish(self) -> None:
+        """Send the last steps, wait for the end of that round, and take the shared values."""
+        self._take_news()
+        if self._sent is not None:
+            self._wait_for_news()
+        if self._steps and self._send():
+            self._wait_for_news()
+        self._the_loop.run_coroutine(self._the_members.leave())
+        assert self._shared is not None
+        self._write(self._shared.values)
+
+    # Training
+
+    def count(self, tokens: int, loss: float | None = None) -> None:
+        """Say what a step was: its tokens, and its loss. Others see sums and means of them."""
+        self._tokens += int(tokens)
+        if loss is not None:
+            self._losses.append(float(loss))
+
+    @property
+    def round(self) -> int:
+        """Number of the round in which this home is."""
+        return 0 if self._shared is None else self._shared.round
+
+    @property
+    def num_homes(self) -> int:
+        """Homes that are there now, with this one."""
+        return self._the_members.num_members
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._the_members.counts.sent_bytes
+
+    @property
+    def received_bytes(self) -> int:
+        return self._the_members.counts.received_bytes
+
+    def epsilon(self, delta: float = 1e-5) -> float:
+        """The privacy that all differences sent so far leave to this home's data (`training/privacy`)."""
+        return epsilon_of(delta, self.rounds_sent, self.settings.noise_multiplier)
+
+    def _after_step(self) -> None:
+        self._steps += 1
+        self._take_news()
+        if self._steps < self.every:
+            return
+        while self._sent is not None or not self._send():
+            self._wait_for_news()
+        if not self.settings.in_background:
+            self._wait_for_news()
+
+    def _take_news(self) -> None:
+        """If there is a newer shared state, move the own values by what has changed."""
+        before, state = self._shared, self._the_members.state
+        assert before is not None
+        if state is before:
+            return
+        with torch.no_grad():
+            move = state.values - before.values
+            if self._sent is not None and state.counted.get(self._the_members.me.own.peer_id) == self._sent[0]:
+                move += self._sent[1]
+            self._write(self._flat() + move)
+        self._shared, self._sent = state, None
+
+    def _wait_for_news(self) -> None:
+        assert self._shared is not None
+        self._the_loop.run_coroutine(self._the_members.round_after(self._shared))
+        self._take_news()
+
+    def _send(self) -> bool:
+        """Offer the own difference. False: there is a newer state, which must be taken first."""
+        shared, own = self._shared, self._flat()
+        assert shared is not None
+        true = shared.values - own
+        if not np.isfinite(true).all():
+            logger.error("a trained value is no finite number any more: this home goes on from the shared values")
+            self._write(shared.values)
+            self.optimizer.state.clear()
+            true = np.zeros_like(true)
+        noise = self.settings.noise_multiplier
+        if noise:
+            self.rounds_sent += 1
+            difference = quantize(with_noise(true, self.settings.clip_norm, noise, np.random.default_rng()))
+        else:
+            difference = quantize(true)
+        loss = sum(self._losses) / len(self._losses) if self._losses else None
+        is_sent = self._the_loop.run_coroutine(self._the_members.offer(difference, shared, self._tokens, loss))
+        if not is_sent:
+            self._take_news()
+            return False
+        # With noise, the whole true difference is forgotten, or the next one would undo the noise of this one.
+        self._sent = shared.round, true if noise else difference.values()
+        self.rounds_sent += not noise
+        self._steps, self._tokens, self._losses = 0, 0, []
+        return True
+
+    # Values
+
+    def _flat(self) -> Floats:
+        """The own values, `[size]`."""
+        flat = [one.detach().to("cpu", torch.float32).reshape(-1) for one in self._parameters]
+        values: Floats = torch.cat(flat).numpy()
+        return values
+
+    @torch.no_grad()
+    def _write(self, values: Floats) -> None:
+        start = 0
+        for one in self._parameters:
+            part = torch.from_numpy(np.ascontiguousarray(values[start : start + one.numel()]))
+            one.copy_(part.reshape(one.shape))
+            start += one.numel()
+
+    def _shapes(self) -> str:
+        shapes = [list(one.shape) for one in self._parameters]
+        return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()
+
+    # What this home keeps
+
+    def _home_directory(self, name: str) -> tuple[Path, Identity]:
+        """The directory of this home, and its identity. Without a chosen one, homes of one machine get one each."""
+        chosen = self._chosen_directory
+        first = user_path(chosen) if chosen is not None else Path("runs", f"together-{_file_name(name)}")
+        names = [first, *(first.with_name(f"{first.name}-{number}") for number in range(2, MAX_HOMES_HERE + 1))]
+        for directory in names if chosen is None else [first]:
+            directory.mkdir(parents=True, exist_ok=True)
+            path = directory / "identity.key"
+            identity = Identity.load_or_create(path)
+            if chosen is not None or not _is_locked(path):
+                return directory, identity
+        raise ConfigurationError(f"{MAX_HOMES_HERE} homes of the run {name} are on this machine already")
+
+    @property
+    def _the_loop(self) -> EventLoop:
+        if self._loop is None:
+            raise ConfigurationError("the run has not begun: use `with Together(...)`")
+        return self._loop
+
+    @property
+    def _the_members(self) -> Members:
+        if self._members is None:
+            raise ConfigurationError("the run has not begun: use `with Together(...)`")
+        return self._members
+
+
+def _file_name(name: str) -> str:
+    return "".join(char if char.isalnum() or char in "-_" else "_" for char in name)[:64]
+
+
+def _is_locked(path: Path) -> bool:
+    """True if another process uses this identity."""
+    try:
+        os.close(lock_identity(path))
+    except ConfigurationError:
+        return True
+    return False
+
+
+def _run_key(directory: Path, invite: Invite | None) -> Identity:
+    """The key of the run: from the invite, or the one in the directory, or a new one.
+
+    Raises:
+        ConfigurationError: the invite is damaged, or the directory belongs to another run.
+    """
+    path = directory / "run.key"
+    if invite is None:
+        return Identity.load_or_create(path)
+    try:
+        key = Identity.of_key(Ed25519PrivateKey.from_private_bytes(bytes.fromhex(str(invite.run_key))))
+    except ValueError:
+        raise ConfigurationError("the run's key in this invite is damaged: copy the whole word") from None
+    if not path.exists():
+        key.write(path)
+    elif Identity.load(path).peer_id != key.peer_id:
+        raise ConfigurationError(f"{directory} belongs to another run: give another directory")
+    return key
