@@ -1,7 +1,7 @@
 """Compute the memory of models from their published configs, with the code of `swarmllm doctor`.
 
 `python .ci/model_memory.py` writes the tables of docs/real-model.md. A test compares them. The configs are those of
-`swarmllm models`, in src/swarmllm/commands/known_models.json.
+`swarmllm models`, in src/swarmllm/machines/known_models.json.
 """
 
 import re
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from swarmllm.commands.models import known_checkpoint, known_models
+from swarmllm.machines.catalogue import known_checkpoint, known_models
 from swarmllm.models.checkpoint.skeleton import block_bytes
 from swarmllm.models.quantization import resolve_quantization
 from swarmllm.server.device.device import COUNTED_TOKENS, FREE_SHARE, cache_bytes_per_token, num_blocks_that_fit

@@ -115,7 +115,8 @@ def timed_generation(model: Any, prompt_tokens: int, new_tokens: int) -> Stopwat
     some."""
     ids = torch.randint(3, 4000, (1, prompt_tokens), generator=PROMPTS).to(model.device)
     watch = Stopwatch()
-    model.generate(ids, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, streamer=watch)
+    least = {} if model.generation_config.eos_token_id is None else {"min_new_tokens": new_tokens}
+    model.generate(ids, max_new_tokens=new_tokens, do_sample=False, streamer=watch, **least)
     return watch
 
 

@@ -61,6 +61,14 @@ def address_book_path() -> Path:
     return own_cache_dir() / "swarmllm_peers.json"
 
 
+def state_dir() -> Path:
+    """Read `SWARMLLM_STATE_DIR`, the directory of this machine's keys, commands and weights (`swarmllm up`)."""
+    if chosen := os.environ.get("SWARMLLM_STATE_DIR"):
+        return user_path(chosen)
+    data = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
+    return user_path(data) / "swarmllm" / "machine"
+
+
 def default_log_level(default: str = "INFO") -> str:
     """Read `SWARMLLM_LOG_LEVEL`, a name of the logging module."""
     return os.environ.get("SWARMLLM_LOG_LEVEL", default).upper()

@@ -239,6 +239,11 @@ class ServerInfo(PeerModel):
         return Span(self.start, self.end)
 
     @property
+    def rounding(self) -> tuple[str, str, str]:
+        """How its numbers are rounded. Servers that round alike compute the same tokens."""
+        return self.dtype, self.quant_type, self.activations
+
+    @property
     def relayed(self) -> bool:
         """True if this server can be reached only through relays."""
         return bool(self.addrs) and "/p2p-circuit" in self.addrs[0]

@@ -5,15 +5,17 @@
 
 Both can be given in place of an address in `initial_peers`. An invite holds addresses of peers. It may also hold the
 model, and for a private swarm its secret name and the peer ids of its members. An invite gives no rights: servers still
-check the identities of clients, and clients those of servers. `config` replaces invites in `initial_peers` by their
-addresses, and `command_line` takes the model from them.
+check the identities of clients, and clients those of servers. One kind does: the invite of `swarmllm up` holds a key
+that makes its holder a member, who may tell the machines which models to serve. `config` replaces invites in
+`initial_peers` by their addresses, and `command_line` takes the model from them.
 """
 
 import base64
 import binascii
 import json
+import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from swarmllm.errors import ConfigurationError
@@ -25,6 +27,7 @@ MAX_INVITE_CHARS = 65536
 MAX_ENTRIES = 256
 """Most entries of each list in an invite."""
 MAX_ENTRY_CHARS = 256
+_KEY = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +45,12 @@ class Invite:
     swarm_name: str | None = None
     """Secret name of a private swarm. The DHT keys of its servers are made from it, so only peers that know it find
     them. None = the public swarm of the model."""
+    member_key: str | None = field(default=None, repr=False)
+    """Private half of the swarm key of machines, in hex (`machines/records`). None = the invite makes nobody a
+    member."""
     run: str | None = None
     """Name of a run of training (`training/together`)."""
-    run_key: str | None = None
+    run_key: str | None = field(default=None, repr=False)
     """Its private key, in hex. Everybody who has it can take part."""
 
     def __str__(self) -> str:
@@ -79,13 +85,12 @@ def read_invite(entry: str) -> Invite:
             allowed_servers=_texts(fields, "allowed_servers"),
             allowed_clients=_texts(fields, "allowed_clients"),
             swarm_name=_text(fields["swarm_name"]) if fields.get("swarm_name") is not None else None,
+            member_key=_key(fields["member_key"]) if fields.get("member_key") is not None else None,
             run=_text(fields["run"]) if fields.get("run") is not None else None,
-            run_key=_text(fields["run_key"]) if fields.get("run_key") is not None else None,
+            run_key=_key(fields["run_key"]) if fields.get("run_key") is not None else None,
         )
     except (ValueError, binascii.Error, RecursionError) as error:
-        raise ConfigurationError(
-            f"the invite {entry[:24]}… is damaged ({error}); copy the whole word that `swarmllm dht --invite` printed"
-        ) from None
+        raise ConfigurationError(f"the invite {entry[:24]}… is damaged ({error}); copy the whole word again") from None
 
 
 def unpack_invites(entries: Iterable[str]) -> tuple[tuple[str, ...], tuple[Invite, ...]]:
@@ -153,4 +158,11 @@ def _text(value: object) -> str:
         raise ValueError("one of its entries is not text, or is too long")
     if is_invite(value):
         raise ValueError("it holds another invite")
+    return value
+
+
+def _key(value: object) -> str:
+    """Check the private half of a key."""
+    if not isinstance(value, str) or not _KEY.fullmatch(value):
+        raise ValueError("one of its keys is not 64 hexadecimal digits")
     return value

@@ -16,6 +16,7 @@ from typing import Any
 import peft
 import torch
 from chaos_plan import Kind
+from chaos_swarm import QUANT_TYPE
 from tests.swarm.test_dropout import with_the_same_masks
 from tests.swarm.test_peft import tuned
 from torch import Tensor
@@ -23,8 +24,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria, 
 
 from swarmllm import embedded_model_path
 from swarmllm.client.speculative_generation import Speculator
+from swarmllm.data_structures import Span
 from swarmllm.demo.local_swarm import embedded_heldout_texts
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
+from swarmllm.models.quantization import QuantizedWeight, resolve_quantization
+from swarmllm.models.span.loading import load_block_span
 
 Result = list[Tensor]
 
@@ -264,7 +268,17 @@ def work(model: Any, kind: Kind, variant: int, progress: Progress) -> Result:
 
 @cache
 def _local() -> Any:
-    return AutoModelForCausalLM.from_pretrained(embedded_model_path(), dtype=torch.float32).requires_grad_(False)
+    """The local model, with the weights that the servers' stand for."""
+    model = AutoModelForCausalLM.from_pretrained(embedded_model_path(), dtype=torch.float32).requires_grad_(False)
+    blocks = model.get_decoder().layers
+    checkpoint, quantization = open_checkpoint(str(embedded_model_path())), resolve_quantization(QUANT_TYPE)
+    served = load_block_span(
+        checkpoint, Span(0, len(blocks)), dtype=torch.float32, quantization=quantization, progress=False
+    )
+    for name, weight in served.slots.named_modules():
+        if isinstance(weight, QuantizedWeight):
+            blocks.get_parameter(name).data = weight.dequantize().contiguous()
+    return model
 
 
 @cache

@@ -183,6 +183,23 @@ def test_devices_get_prompts_and_replays_in_the_steps_that_keep_them_busy(
             assert lengths == [*[40 // num_chunks] * num_chunks, 1]
 
 
+def test_a_text_goes_on_with_the_same_rounding_if_it_can(blocks: Blocks, caplog: pytest.LogCaptureFixture) -> None:
+    """Servers that round otherwise are faster, but come last. No session moves to them."""
+    exact, coarse = {"decode_ms_per_block": 9.0}, {"quant_type": "nf4", "decode_ms_per_block": 1.0}
+    with InProcessSwarm(blocks, [(0, 6)] * 3, announced=[exact, coarse, exact], min_gain_to_move=0.01) as swarm:
+        swarm.first_route([swarm.hop(0, 0, 6)])
+        reference = Reference(blocks.all)
+        with swarm.session(max_length=64) as session:
+            for taking_over in (0, 2, 1):
+                for length in (5, 1, 1):
+                    given = hidden_states(1, length)
+                    torch.testing.assert_close(session.step(given), reference.step(given))
+                    swarm.view.look_ups.news += 1  # so that it looks for a better route
+                assert [hop.server.peer_id for hop in session.route] == [swarm.servers[taking_over].peer_id]
+                assert ("the text may go on otherwise" in caplog.text) == (taking_over == 1)
+                swarm.kill(swarm.servers[taking_over])
+
+
 class Dials:
     """Which servers the client has tried to open sessions on, in this order."""
 

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,6 +49,16 @@ def greedy(local: Any, tokenizer: Any) -> Any:
         return str(tokenizer.decode(output[len(ids) :], skip_special_tokens=True))
 
     return write
+
+
+@pytest.fixture(scope="session")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of fewer blocks, which writes something else."""
+    directory = tmp_path_factory.mktemp("models") / "other"
+    shutil.copytree(embedded_model_path(), directory)
+    model = AutoModelForCausalLM.from_pretrained(embedded_model_path(), dtype="auto", num_hidden_layers=6)
+    model.save_pretrained(directory)
+    return directory
 
 
 THINKING = "{% for message in messages %}{{ message.content }}\n{% endfor %}Once upon a time<think>\n{# </think> #}"

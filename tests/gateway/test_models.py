@@ -1,6 +1,5 @@
 """Several models behind one gateway, one of them with an adapter: each request gets the model that it names."""
 
-import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,16 +22,6 @@ from swarmllm.gateway.settings import GatewayConfig, split_adapter
 PROMPT = "Once upon a time"
 NAMES = [NAME, "other", f"{NAME}:poet"]
 NUM_TOKENS = 16
-
-
-@pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of fewer blocks, which writes something else."""
-    directory = tmp_path_factory.mktemp("models") / "other"
-    shutil.copytree(embedded_model_path(), directory)
-    model = AutoModelForCausalLM.from_pretrained(embedded_model_path(), dtype="auto", num_hidden_layers=6)
-    model.save_pretrained(directory)
-    return directory
 
 
 @pytest.fixture(scope="module")

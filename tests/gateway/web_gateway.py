@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx2 as httpx
 from openai import OpenAI
@@ -19,8 +19,10 @@ from swarmllm.demo.local_swarm import LocalServer
 from swarmllm.gateway.__main__ import address, web_server
 from swarmllm.gateway.app import Gateway
 from swarmllm.gateway.engine.model_choice import ModelChoice
+from swarmllm.gateway.machines import MachinesPages
 from swarmllm.gateway.settings import GatewayConfig
 
+Result = TypeVar("Result")
 TIMEOUT_S = 120.0
 """Limit of requests and of waits for a condition: only a hang takes so long."""
 DTYPE = "float32"
@@ -63,6 +65,14 @@ class RunningGateway:
         assert not named or named == [one["type"] for one in found]
         return found
 
+    def run(self, function: Callable[..., Result], *args: Any) -> Result:
+        """Call a function in the gateway's event loop, and return its result."""
+
+        async def call() -> Result:
+            return function(*args)
+
+        return asyncio.run_coroutine_threadsafe(call(), self.loop).result(TIMEOUT_S)
+
     def swarm(self) -> dict[str, Any]:
         """`/api/swarm`"""
         found: dict[str, Any] = self.http.get("/api/swarm").json()
@@ -88,7 +98,11 @@ class RunningGateway:
 
 @contextmanager
 def running_gateway(
-    initial_peers: list[str], *, chat_template: str | None = None, **settings: Any
+    initial_peers: list[str],
+    *,
+    chat_template: str | None = None,
+    machines: Callable[[GatewayConfig], MachinesPages] | None = None,
+    **settings: Any,
 ) -> Iterator[RunningGateway]:
     """A gateway with these settings, stopped at the end. `chat_template`: in place of the model's own."""
     config = GatewayConfig(
@@ -106,7 +120,7 @@ def running_gateway(
         models.first.tokenizer = copy.deepcopy(models.first.tokenizer)
         models.first.tokenizer.chat_template = chat_template
     try:
-        gateway = Gateway(models, config)
+        gateway = Gateway(models, config, None if machines is None else machines(config))
         server = web_server(gateway)
         thread = threading.Thread(target=server.run, name="gateway under test")
         thread.start()

@@ -5,13 +5,16 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlparse
 
+import huggingface_hub
+import pytest
 import yaml
 
 
@@ -35,6 +38,10 @@ class HubStub:
     def __init__(self, address: str) -> None:
         self.address = address
         self.repositories: dict[str, Repository] = {}
+        self.sent: Counter[str] = Counter()
+        """Bytes of each file that went out."""
+        self.spoil: Callable[[str, bytes], bytes] = lambda _, data: data
+        """Changes what is sent of a file."""
 
     def answer(
         self, method: str, path: str, query: dict[str, list[str]], body: bytes
@@ -68,7 +75,14 @@ class HubStub:
 
     def _about(self, name: str) -> dict[str, Any]:
         repo = self.repositories[name]
-        names = [{"rfilename": file} for file in repo.files]
+        names = [
+            {
+                "rfilename": file,
+                "size": len(data),
+                **({"lfs": _lfs(data)} if file.endswith((".safetensors", ".gguf", ".bin")) else {}),
+            }
+            for file, data in repo.files.items()
+        ]
         about = {"id": name, "modelId": name, "sha": repo.commit, "tags": repo.tags, "siblings": names}
         return {**about, "private": False, "downloads": 7, "likes": 0}
 
@@ -98,6 +112,22 @@ class HubStub:
         return 200, content, {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": repo.commit}
 
 
+def _lfs(data: bytes) -> dict[str, Any]:
+    return {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 134}
+
+
+def use_hub(hub: HubStub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let huggingface_hub in this process, and in those that it starts, use this one."""
+    template = hub.address + "/{repo_id}/resolve/{revision}/{filename}"
+    constants = {"ENDPOINT": hub.address, "HF_HUB_OFFLINE": False, "HUGGINGFACE_CO_URL_TEMPLATE": template}
+    for name, value in constants.items():  # read from the environment once, long ago
+        monkeypatch.setattr(huggingface_hub.constants, name, value)
+    monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", hub.address)
+    monkeypatch.setenv("HF_ENDPOINT", hub.address)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setenv("HF_TOKEN", "hf_nobody")
+
+
 @contextmanager
 def running_hub() -> Iterator[HubStub]:
     """A hub that nobody else sees."""
@@ -108,6 +138,13 @@ def running_hub() -> Iterator[HubStub]:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             status, content, headers = stub.answer(self.command, unquote(url.path), parse_qs(url.query), body)
             data = content if isinstance(content, bytes) else json.dumps(content).encode()
+            if isinstance(content, bytes):
+                if wanted := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range") or ""):
+                    status, data = 206, data[int(wanted[1]) : int(wanted[2]) + 1]
+                name = url.path.rpartition("/")[2]
+                data = stub.spoil(name, data)
+                if self.command == "GET":
+                    stub.sent[name] += len(data)
             self.send_response(status)
             for name, value in {
                 "Content-Type": "application/json",

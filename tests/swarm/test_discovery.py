@@ -23,6 +23,7 @@ from swarmllm.network.p2p.discovery import (
     MAX_ADDRESSES,
     LanAnnouncement,
     find_any_swarm,
+    find_machines,
     find_peers,
     find_swarm,
     lan_addresses,
@@ -73,6 +74,26 @@ async def test_a_swarm_is_found_and_others_are_left_alone(monkeypatch: pytest.Mo
         monkeypatch.setattr(discovery, "LOOK_S", usual_s)
         await second.end()
         assert await find_any_swarm(interfaces=LOOPBACK) == (maddr,)
+
+
+async def test_swarms_of_machines_disturb_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches for a model skip them, and searches for machines skip models."""
+    monkeypatch.setattr(discovery, "LOOK_S", 1.5)
+    member = Identity.generate().peer_id
+    machines = LanAnnouncement(member, ADDRS, model="machines of a", fingerprint=member, machines=True)
+    async with machines, announcement() as model:
+        machines.start(LOOPBACK)
+        await machines.announced()
+        with pytest.raises(MissingBlocksError, match="was found on the local network: name peers"):
+            await find_swarm("third", "c" * 32, look_on_s=0, interfaces=LOOPBACK)
+        with pytest.raises(MissingBlocksError, match="no swarm was found"):
+            await find_any_swarm(interfaces=LOOPBACK)
+        model.start(LOOPBACK)
+        await model.announced()
+        (maddr,) = await find_any_swarm(interfaces=LOOPBACK)
+        assert FIRST in maddr
+        (found,) = await find_machines(interfaces=LOOPBACK)
+        assert (found.peer_id, found.fingerprint, found.machines) == (member, member, True)
 
 
 async def test_a_swarm_that_begins_later_is_waited_for(

@@ -5,12 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import peft
 import pytest
 import torch
 from commands import command, sentence
-from hub_stub import HubStub, running_hub
+from hub_stub import HubStub, running_hub, use_hub
 from swarm_models import NUM_BLOCKS, OPTIONS, connected, prompt
 
 from swarmllm import AutoDistributedModelForSequenceClassification, LocalSwarm
@@ -23,14 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::UserWarning"
 def hub() -> Iterator[HubStub]:
     """The hub, for this process and for the commands that it starts."""
     with running_hub() as hub, pytest.MonkeyPatch.context() as monkeypatch:
-        template = hub.address + "/{repo_id}/resolve/{revision}/{filename}"
-        constants = {"ENDPOINT": hub.address, "HF_HUB_OFFLINE": False, "HUGGINGFACE_CO_URL_TEMPLATE": template}
-        for name, value in constants.items():  # read from the environment once, long ago
-            monkeypatch.setattr(huggingface_hub.constants, name, value)
-        monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", hub.address)
-        monkeypatch.setenv("HF_ENDPOINT", hub.address)
-        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-        monkeypatch.setenv("HF_TOKEN", "hf_nobody")
+        use_hub(hub, monkeypatch)
         yield hub
 
 

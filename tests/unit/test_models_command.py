@@ -9,11 +9,13 @@ import pytest
 
 import swarmllm.server.device.throughput  # noqa: F401 - imported here, or the first test would take seconds
 from swarmllm.commands import models
-from swarmllm.commands.models import Entry, Machines, ModelsConfig, answer, machines_of_swarm
+from swarmllm.commands.models import ModelsConfig, machines_of_swarm
 from swarmllm.commands.status import ModelStatus
 from swarmllm.data_structures import ModelRecord, ServerInfo, SwarmSnapshot
 from swarmllm.demo.local_swarm import embedded_model_path
 from swarmllm.errors import ConfigurationError
+from swarmllm.machines import catalogue as listed
+from swarmllm.machines.catalogue import Entry, Machines, answer
 from swarmllm.swarm.planning import Link, Machine, PlannedModel
 
 MIB = 1 << 20
@@ -93,12 +95,15 @@ def test_tiny_blocks_tell_no_speed() -> None:
 
 @pytest.fixture
 def catalogue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with one good checkpoint, one damaged file and one file that is no model; and one known model."""
+    """A directory with one good checkpoint, one without weights, one damaged file and one file that is no model; and
+    one known model."""
     (tmp_path / "good").symlink_to(embedded_model_path())
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.json").symlink_to(Path(embedded_model_path(), "config.json"))
     (tmp_path / "damaged.gguf").write_bytes(b"GGUF")
     (tmp_path / "mmproj-vision.gguf").write_bytes(b"GGUF")
-    known = models.known_models()
-    monkeypatch.setattr(models, "known_models", lambda: {"Qwen/Qwen3-30B-A3B": known["Qwen/Qwen3-30B-A3B"]})
+    known = listed.known_models()
+    monkeypatch.setattr(listed, "known_models", lambda: {"Qwen/Qwen3-30B-A3B": known["Qwen/Qwen3-30B-A3B"]})
     monkeypatch.setattr(models, "this_machine", lambda max_memory: one_machine(1000))
     return tmp_path
 
@@ -108,7 +113,8 @@ def test_the_catalogue_as_text(catalogue: Path, capsys: pytest.CaptureFixture[st
     headline, empty, head, *lines = capsys.readouterr().out.splitlines()
     assert (headline, empty) == ("a machine", "")
     assert head.split() == ["model", "is", "blocks", "one", "text", "at", "a", "time"]
-    damaged, good, known = lines
+    damaged, empty, good, known = lines
+    assert f"{catalogue}/empty has no weights" in empty
     assert damaged.startswith(f"{catalogue}/damaged.gguf")
     assert "can't be served: " in damaged
     assert good.startswith(f"{catalogue}/good")
@@ -129,7 +135,7 @@ def test_the_catalogue_as_json(catalogue: Path, capsys: pytest.CaptureFixture[st
 
 def test_a_token_reads_a_part_of_a_mixture_of_experts(catalogue: Path) -> None:
     """Qwen3-30B-A3B: 8 of 128 experts; 3.3 of 30.5 billion weights, 0.6 of them in embeddings and head."""
-    (entry,) = [one for one in models.entries(()) if one.name == "Qwen/Qwen3-30B-A3B"]
+    (entry,) = [one for one in listed.entries(()) if one.name == "Qwen/Qwen3-30B-A3B"]
     assert entry.sizes is not None
     assert 2.5e9 < entry.sizes.read_share * sum(entry.sizes.block_bytes["int8"]) < 3.3e9
 
@@ -143,7 +149,11 @@ def test_models_of_the_hub_s_cache_are_listed(monkeypatch: pytest.MonkeyPatch, t
     for file in Path(embedded_model_path()).iterdir():
         (snapshot / file.name).symlink_to(file)
     monkeypatch.setenv("SWARMLLM_CACHE", str(tmp_path / "cache"))
-    assert models.models_to_list(()) == [("me/tiny", str(snapshot))]
+    assert listed.models_to_list(()) == [("me/tiny", str(snapshot))]
+    monkeypatch.setattr(listed, "known_models", dict)
+    assert [(one.name, one.is_here) for one in listed.entries(())] == [("me/tiny", True)]
+    (snapshot / "model.safetensors").unlink()
+    assert [(one.name, one.is_here) for one in listed.entries(())] == [("me/tiny", False)]
 
 
 @pytest.mark.parametrize(

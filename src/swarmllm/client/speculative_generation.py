@@ -37,6 +37,7 @@ from swarmllm.models.architecture import Task, blocks_class, cache_argument, dec
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.checkpoint.checkpoint import Checkpoint
 from swarmllm.models.checkpoint.skeleton import block_bytes, on_meta
+from swarmllm.models.checkpoint.stored_files import MTP_FILE
 from swarmllm.models.shell.hollow_modules import is_row_hook
 from swarmllm.models.shell.remote_cache import RemoteCache
 from swarmllm.models.shell.stack_forward import INNER_OUTPUTS
@@ -66,8 +67,6 @@ UNGUESSED = (Task.SEQ_TO_SEQ_LM, Task.SPEECH_SEQ_TO_SEQ, Task.IMAGE_TEXT_TO_TEXT
 
 AUTO_BYTES = 1 << 30
 """A head of at most this size is read unasked. Assumed; MiMo-7B's has 0.4 GiB, DeepSeek-V3's 11 in 8 bits."""
-MTP_FILE = "mtp.safetensors"
-"""File for a head that was trained later: of unexpected tensors in other files transformers would complain."""
 FULL_ATTENTION = "full_attention"
 
 

@@ -11,6 +11,7 @@ engine/          the models, and the worker threads that generate with them
 sampling         chooses tokens, within a grammar if there is one
 text             turns tokens into text, and holds the events that bring it to the answers
 output_parsing   splits an answer into thoughts, text and calls of tools
+machines         the page and commands of a swarm of machines, and its models that come and go
 monitor          watches the swarm's servers, and draws the picture for people
 metrics          the figures of /metrics
 errors           errors of HTTP, in OpenAI's shape

@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from swarmllm.api import (
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from swarmllm.api import SwarmView
     from swarmllm.gateway.app import Gateway, Waiting
     from swarmllm.gateway.engine.model_choice import ModelChoice
+    from swarmllm.gateway.machines import Agent
 
 EXAMPLES = """examples:
   swarmllm gateway --model M --initial_peers ADDRESS
@@ -97,6 +98,43 @@ async def serve(config: GatewayConfig) -> None:
             await asyncio.to_thread(models.close)
 
 
+@contextlib.asynccontextmanager
+async def served_machines(
+    config: GatewayConfig, agent: "Agent", page_key: str, sockets: list[socket.socket]
+) -> AsyncIterator[str]:
+    """Within the block, a gateway without models of its own offers those of the agent's swarm, and the machines' page.
+
+    Gives the gateway's address. `sockets` are those of `bound_sockets`; the end of the block closes them.
+
+    Raises:
+        ConfigurationError: the web server can't start.
+    """
+    from swarmllm.gateway.app import Gateway
+    from swarmllm.gateway.engine.model_choice import ModelChoice
+    from swarmllm.gateway.machines import MachinesPages
+
+    gateway = Gateway(ModelChoice.open(config), config, MachinesPages(agent, page_key, config))
+    server = web_server(gateway)
+    serving = asyncio.create_task(server.serve(sockets), name="serve HTTP")
+    try:
+        await _started(server, serving)
+        if serving.done():
+            raise ConfigurationError("the web server did not start; the log says why")
+        yield address(server)
+    finally:
+        server.should_exit = True
+        await gateway.engine.close()
+        await serving
+        close_all(sockets)
+        await asyncio.to_thread(gateway.models.close)
+
+
+async def _started(server: "uvicorn.Server", serving: "asyncio.Task[None]") -> None:
+    """Return when the server answers, or has ended."""
+    while not server.started and not serving.done():
+        await asyncio.wait({serving}, timeout=0.02)
+
+
 async def _given_up(opening: "asyncio.Task[ModelChoice]") -> "ModelChoice | None":
     """Wait for a try that is under way, to close the models that it opens after all."""
     opening.cancel()
@@ -109,8 +147,7 @@ async def _serve_until(
     stopping: "asyncio.Task[bool]", gateway: "Gateway", server: "uvicorn.Server", serving: "asyncio.Task[None]"
 ) -> None:
     lost = asyncio.create_task(_daemon_exited(gateway.models), name="watch p2pd")
-    while not server.started and not serving.done():
-        await asyncio.wait({serving}, timeout=0.02)
+    await _started(server, serving)
     if not serving.done():
         print(
             f"swarmllm: gateway of {', '.join(model.name for model in gateway.models)} at {address(server)}", flush=True

@@ -1,7 +1,8 @@
 """The web application: the list of all APIs, the pages' files, health, and answers to errors.
 
-`gateway/__main__` serves `Waiting` until the swarm is complete, then `Gateway`. This module knows the APIs by name
-only: each is a `Dialect` in `apis/`, listed in `DIALECTS`.
+`gateway/__main__` serves `Waiting` until the swarm is complete, then `Gateway`. `swarmllm up` serves a `Gateway` with
+`MachinesPages`, whose models come and go. This module knows the APIs by name only: each is a `Dialect` in `apis/`,
+listed in `DIALECTS`.
 """
 
 import asyncio
@@ -9,9 +10,9 @@ import gzip
 import hashlib
 import json
 import logging
-from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from swarmllm.api import MissingBlocksError, SwarmError, one_line
+from swarmllm.api import MissingBlocksError, SwarmError, SwarmView, one_line
 from swarmllm.gateway.apis.anthropic import Anthropic
 from swarmllm.gateway.apis.audio import Audio
 from swarmllm.gateway.apis.embeddings import Embeddings
@@ -31,16 +32,17 @@ from swarmllm.gateway.apis.responder import Dialect, Responder
 from swarmllm.gateway.apis.responses import Responses
 from swarmllm.gateway.apis.websocket import OverWebSocket
 from swarmllm.gateway.engine.engine import Engine
-from swarmllm.gateway.engine.model_choice import ModelChoice
+from swarmllm.gateway.engine.model_choice import NO_MODEL, ModelChoice, Offer
 from swarmllm.gateway.engine.offered_model import OfferedModel
 from swarmllm.gateway.errors import RETRY_AFTER_S, ApiError
 from swarmllm.gateway.guard import Guard, Rates
+from swarmllm.gateway.machines import MachinesPages
 from swarmllm.gateway.metrics import GatewayMetrics
 from swarmllm.gateway.monitor import SwarmWatch
 from swarmllm.gateway.routes import JSON, Routes, RouteTable, get
 from swarmllm.gateway.settings import GatewayConfig
 
-STATUSES = ("ok", "degraded", "dead")
+STATUSES = ("ok", "unopened", "degraded", "dead")
 """States of a model in /health, from the best on."""
 
 logger = logging.getLogger(__name__)
@@ -63,29 +65,36 @@ class Gateway(Routes):
 
     error_paths = ("/api/swarm",)
 
-    def __init__(self, models: ModelChoice, config: GatewayConfig) -> None:
+    def __init__(self, models: ModelChoice, config: GatewayConfig, machines: MachinesPages | None = None) -> None:
+        """`machines`: the machines on which the models run, if this gateway is one of them."""
         self.models = models
         self.config = config
+        self.machines = machines
         self.metrics = GatewayMetrics()
-        self.metrics.read_from(lambda: sum((model.swarm.swarm.counts for model in models), Counter()))
+        self.metrics.read_from(models.counts)
         self.engine = Engine(self.metrics, max_concurrent=config.max_concurrent, max_waiting=config.max_waiting)
-        self.watches = {
-            model.name: SwarmWatch(model.swarm.swarm, model.name, self.metrics, model.about()) for model in models
-        }
+        self.watches: dict[OfferedModel, SwarmWatch] = {}
+        self._is_watching = False
+        self._follow()
+        models.on_change = self._follow
         rates = Rates(config.requests_per_minute)
         self.responder = Responder(models, self.engine, config, rates)
         self.dialects = {kind: kind(self.responder) for kind in DIALECTS}
-        self.app: ASGIApp = Guard(self._starlette(), TABLE, config, rates, self._on_response)
+        self._table = TABLE if machines is None else TABLE_WITH_MACHINES
+        self.app: ASGIApp = Guard(self._starlette(), self._table, config, rates, self._on_response)
 
     def _starlette(self) -> Starlette:
+        files = PageFiles(has_machines=self.machines is not None)
+        parts = (*self.dialects.values(), self, files, *([] if self.machines is None else [self.machines]))
+        answer_error = partial(_answer_error, self._table)
         return Starlette(
-            routes=[route for one in (*self.dialects.values(), self, PageFiles()) for route in one.bound()],
+            routes=[route for one in parts for route in one.bound()],
             exception_handlers={
-                ApiError: _answer_error,
-                SwarmError: _answer_error,
-                HTTPException: _answer_http_error,
+                ApiError: answer_error,
+                SwarmError: answer_error,
+                HTTPException: partial(_answer_http_error, self._table),
                 ClientDisconnect: _answer_nobody,
-                Exception: _answer_error,
+                Exception: answer_error,
             },
             lifespan=lambda _: self.watching(),
         )
@@ -93,28 +102,68 @@ class Gateway(Routes):
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
         """Within the block, the gateway watches the swarm. At the end it cancels what is under way."""
-        async with AsyncExitStack() as watching:
+        self._is_watching = True
+        for watch in self.watches.values():
+            watch.start()
+        following = None if self.machines is None else asyncio.create_task(self.machines.follow(self.models))
+        try:
+            yield
+        finally:
+            if following is not None:
+                following.cancel()
+                with suppress(asyncio.CancelledError):
+                    await following
+            await self.engine.close()
+            await self.models.settle()
+            self._is_watching = False
             for watch in self.watches.values():
-                await watching.enter_async_context(watch)
-            try:
-                yield
-            finally:
-                await self.engine.close()
+                watch.stop()
+
+    def _follow(self) -> None:
+        """Watch the swarms of the open models, and no others."""
+        open_models = set(self.models)
+        for model in self.watches.keys() - open_models:
+            self.watches.pop(model).stop()
+        for model in self.models:
+            if model not in self.watches:
+                watch = SwarmWatch(model.swarm.swarm, model.name, self.metrics, model.about())
+                self.watches[model] = watch
+                if self._is_watching:
+                    watch.start()
+                    self._notice_end(model)
+
+    def _notice_end(self, model: OfferedModel) -> None:
+        """If the client of a model dies that was opened while the gateway runs, only this model needs a new one."""
+        view: SwarmView = model.swarm.swarm
+        loop = asyncio.get_running_loop()
+
+        async def wait() -> None:
+            await view.daemon_exited()
+            logger.warning("the peer-to-peer daemon (p2pd) of %s died; the next request starts another", model.name)
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self.models.reopen, model)
+
+        view.loop.call_soon(wait())
 
     @get("/health", "Tell whether an answer could begin now.", errors=(503, 403), error_type=JSON, needs_key=False)
     async def health(self, _: Request) -> Response:
         """The state of the best model, and of each one if there are several."""
-        found = [self._health_of(model) for model in self.models]
+        found = [self._health_of(offer) for offer in self.models.offers]
+        if not found:
+            no_model: dict[str, Any] = {"status": "waiting", "model": None, "missing_blocks": [], "reason": NO_MODEL}
+            return JSONResponse(no_model, 503, {"Retry-After": str(RETRY_AFTER_S)})
         best = min(found, key=lambda one: (STATUSES.index(one["status"]), len(one["missing_blocks"])))
         can_answer = best["status"] != "dead" and (not best["missing_blocks"] or self.models.has_local)
         more = {"models": found} if len(found) > 1 else {}
         return JSONResponse({**best, **more}, 200 if can_answer else 503)
 
-    def _health_of(self, model: OfferedModel) -> dict[str, Any]:
-        watch = self.watches[model.name]
+    def _health_of(self, offer: Offer) -> dict[str, Any]:
+        if offer.model is None:
+            return {"status": "unopened", "model": offer.name, "missing_blocks": []}
+        watch = self.watches[offer.model]
         missing = watch.missing_blocks()
         status = "dead" if not watch.client_is_alive else "degraded" if missing else "ok"
-        return {"status": status, "model": model.name, "missing_blocks": missing}
+        return {"status": status, "model": offer.name, "missing_blocks": missing}
 
     @get("/metrics", "Figures for Prometheus.", errors=(403,), answer_type="text/plain", needs_key=False)
     async def show_metrics(self, _: Request) -> Response:
@@ -123,8 +172,13 @@ class Gateway(Routes):
     @get("/api/swarm", "The servers and their blocks.", errors=(403,), needs_key=False)
     async def swarm(self, request: Request) -> Response:
         """The same JSON for all clients: it is written once per change."""
-        model = self.models.any(request.query_params.get("model"))
-        etag, body = self.watches[model.name].as_json()
+        name = request.query_params.get("model")
+        offers = [offer for offer in self.models.offers if name is None or offer.name == name]
+        if name is None and not offers:
+            return JSONResponse(_nothing_yet("", NO_MODEL))
+        if offers and offers[0].model is None:
+            return JSONResponse(_nothing_yet(offers[0].name, "its first use opens it here") | {"opens": True})
+        etag, body = self.watches[self.models.any(name)].as_json()
         headers = {"etag": etag, "cache-control": "no-cache"}
         if request.headers.get("if-none-match") == etag:
             return Response(status_code=304, headers=headers)
@@ -132,28 +186,36 @@ class Gateway(Routes):
 
     @get("/openapi.json", needs_key=False)
     async def openapi(self, _: Request) -> Response:
-        return JSONResponse(TABLE.document)
+        return JSONResponse(self._table.document)
 
     def _on_response(self, path: str, status: int) -> None:
         """Count an answer. All unknown paths count as one, since there is no end of them."""
-        self.metrics.requests.labels(path if path in TABLE.paths else "other", str(status)).inc()
+        self.metrics.requests.labels(path if path in self._table.paths else "other", str(status)).inc()
 
 
-async def _answer_error(request: Request, error: Exception) -> Response:
-    return TABLE.answer(ApiError.of(error), request.url.path)
+async def _answer_error(table: RouteTable, request: Request, error: Exception) -> Response:
+    return table.answer(ApiError.of(error), request.url.path)
 
 
-async def _answer_http_error(request: Request, error: Exception) -> Response:
+async def _answer_http_error(table: RouteTable, request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     messages = {
         404: f"there is nothing at {json.dumps(request.url.path)}",
         405: f"{json.dumps(request.url.path)} takes no {request.method}",
     }
-    return TABLE.answer(ApiError(status, messages.get(status, "the request can't be answered")), request.url.path)
+    return table.answer(ApiError(status, messages.get(status, "the request can't be answered")), request.url.path)
 
 
 async def _answer_nobody(_request: Request, _error: Exception) -> Response:
     return Response(status_code=499)
+
+
+def _nothing_yet(name: str, reason: str) -> dict[str, Any]:
+    """The JSON of `/api/swarm` while there is no swarm to look at."""
+    found: dict[str, Any] = {"model": name, "known": False, "waiting": reason, "num_blocks": 0}
+    nothing: dict[str, Any] = dict.fromkeys(("missing_blocks", "route", "servers", "events", "history"), ())
+    unknown = ("bottleneck", "expected_ms_per_token", "tokens_per_s", "about")
+    return {**found, **nothing, **dict.fromkeys(unknown)}
 
 
 class Waiting(Routes):
@@ -199,7 +261,7 @@ class Waiting(Routes):
     def _starlette(self) -> Starlette:
         return Starlette(
             routes=[*PageFiles().bound(), *self.bound()],
-            exception_handlers={ApiError: _answer_error, HTTPException: self._not_yet},
+            exception_handlers={ApiError: partial(_answer_error, TABLE), HTTPException: self._not_yet},
         )
 
     @property
@@ -213,11 +275,7 @@ class Waiting(Routes):
 
     @get("/api/swarm")
     async def swarm(self, _: Request) -> Response:
-        found: dict[str, Any] = {"model": self._names[0], "known": False, "waiting": self.reason, "num_blocks": 0}
-        nothing = dict.fromkeys(("missing_blocks", "route", "servers", "events", "history"), ())
-        return JSONResponse(
-            {**found, **nothing, **dict.fromkeys(("bottleneck", "expected_ms_per_token", "tokens_per_s", "about"))}
-        )
+        return JSONResponse(_nothing_yet(self._names[0], self.reason))
 
     async def _not_yet(self, request: Request, _: Exception) -> Response:
         error = ApiError(503, self.reason, code="MissingBlocksError", retry_after_s=RETRY_AFTER_S)
@@ -227,7 +285,9 @@ class Waiting(Routes):
 class PageFiles(Routes):
     """Answers with the files in `pages/`, if their kind is known."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_machines: bool = False) -> None:
+        """`has_machines`: /swarm shows the machines; /swarm?model=NAME, the servers of a model."""
+        self._has_machines = has_machines
         self._files = {
             path.relative_to(DIRECTORY).as_posix(): path.read_bytes()
             for path in DIRECTORY.rglob("*")
@@ -244,7 +304,8 @@ class PageFiles(Routes):
 
     @get("/swarm", needs_key=False)
     async def swarm(self, request: Request) -> Response:
-        return self._answer(request, "swarm.html")
+        shows_machines = self._has_machines and "model" not in request.query_params
+        return self._answer(request, "machines.html" if shows_machines else "swarm.html")
 
     @get("/docs", needs_key=False)
     async def docs(self, request: Request) -> Response:
@@ -269,3 +330,4 @@ class PageFiles(Routes):
 DIALECTS: tuple[type[Dialect], ...] = (OpenAI, Responses, Anthropic, Ollama, Embeddings, Audio, OverWebSocket)
 """All APIs of a gateway. A new one is a class in `apis/` and its name here."""
 TABLE = RouteTable((*DIALECTS, Gateway, PageFiles))
+TABLE_WITH_MACHINES = RouteTable((*DIALECTS, Gateway, PageFiles, MachinesPages))

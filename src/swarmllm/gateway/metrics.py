@@ -54,6 +54,11 @@ class _OfSwarm:
         self.servers = gauge("swarmllm_swarm_servers", "Servers of a model, by state.", ["model", "state"])
         self.missing_blocks = gauge("swarmllm_swarm_missing_blocks", "Blocks without a server.", ["model"])
 
+    def forget(self, model: str) -> None:
+        """Show a model no longer."""
+        self.missing_blocks.remove_by_labels({"model": model})
+        self.servers.remove_by_labels({"model": model})
+
 
 class GatewayMetrics:
     """The figures of one gateway. Its registry is its own, so several gateways can live in one process."""

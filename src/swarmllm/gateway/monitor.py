@@ -1,6 +1,6 @@
 """The swarm for `/api/swarm`: looks into the DHT, keeps a connection to each server, and draws the picture.
 
-`SwarmWatch` does the I/O, in the client's event loop; `app` enters and leaves it. A record in the DHT outlives its
+`SwarmWatch` does the I/O, in the client's event loop; `app` starts and stops it. A record in the DHT outlives its
 server by a minute, but a stream notices at once. The client is told of a lost server too, so new sessions avoid it.
 `SwarmPicture` and `SwarmHistory` are pure: snapshots and times go in, JSON comes out.
 
@@ -18,7 +18,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Container, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any
 
 from swarmllm.api import (
     Connection,
@@ -52,7 +52,7 @@ MAX_DIALS = 16
 
 
 class SwarmWatch:
-    """Use it with `async with`; then `as_json` is up to date."""
+    """From `start` to `stop`, `as_json` is up to date."""
 
     def __init__(self, view: SwarmView, name: str, metrics: GatewayMetrics, about: dict[str, Any]) -> None:
         """`about`: facts of the model, for people."""
@@ -86,13 +86,14 @@ class SwarmWatch:
         """The client's event loop is running and looks at the swarm."""
         return self._view.loop.is_running and time.monotonic() - self._looked_at < STALLED_S
 
-    async def __aenter__(self) -> Self:
+    def start(self) -> None:
+        """Begin to look at the swarm."""
         self._view.loop.call_soon(self._run())
-        return self
 
-    async def __aexit__(self, *_: object) -> None:
+    def stop(self) -> None:
+        """Look no longer."""
         self._stopping = True
-        self._view.loop.call_soon(self._stop())
+        self._view.loop.call_soon(self._wake())
 
     # ------------------------------------------------------------------ in the client's event loop
 
@@ -111,8 +112,9 @@ class SwarmWatch:
         finally:
             for line in self._lines.values():
                 line.close()
+            self._metrics.swarm.forget(self._name)
 
-    async def _stop(self) -> None:
+    async def _wake(self) -> None:
         if self._changed is not None:
             self._changed.set()
 

@@ -103,6 +103,7 @@ def post(
     body_type: str = JSON,
     answer_types: tuple[str, ...] = (JSON, EVENTS),
     is_rated: bool = True,
+    needs_key: bool = True,
 ) -> Callable[[Handler], Handler]:
     """Mark the handler of `POST path`, whose body is of this class."""
     return _marked(
@@ -114,6 +115,7 @@ def post(
             body_type=body_type,
             answer_types=answer_types,
             is_rated=is_rated,
+            needs_key=needs_key,
         )
     )
 

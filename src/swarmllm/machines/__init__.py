@@ -1,4 +1,13 @@
 """Machines that serve models together: what each offers and holds, what the swarm was told to serve, where weights are.
 
-records   what machines tell each other: signed commands, and the record of each machine
+agent       `swarmllm up`: looks at the swarm, plans, and serves the blocks of this machine
+decisions   which blocks this machine should serve now, and which servers to start and to end; pure
+hosting     the server processes of this machine
+catalogue   models, their sizes, and their plans on some machines
+membership  become a member of a swarm: by invite, on the local network, as its founder
+records     what machines tell each other: signed commands, and the record of each machine
+state       files that survive a restart
+weights     the store of this machine's weights: gives pieces to members, fetches those that blocks need
+downloads   the taking side: several givers at once, the hub, who of several machines fetches a piece from there
+holdings    models whose pieces are on this machine
 """

@@ -138,7 +138,12 @@ class MachineRecord(PeerModel):
 
     def is_member(self, swarm_id: str) -> bool:
         """True if a member of the swarm admitted this peer id. `swarm_id` is the swarm key's peer id."""
-        return verify(swarm_id, bytes.fromhex(self.member), _MEMBER + self.peer_id.encode())
+        return is_membership(self.member, self.peer_id, swarm_id)
+
+
+def is_membership(signature: str, peer_id: str, swarm_id: str) -> bool:
+    """True if this is the signature, in hex, that makes the peer a member."""
+    return verify(swarm_id, bytes.fromhex(signature), _MEMBER + peer_id.encode())
 
 
 def membership(peer_id: str, swarm_key: Identity) -> str:

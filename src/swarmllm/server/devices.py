@@ -1,7 +1,8 @@
 """Several devices of one machine: a server process for each, or for each few, started, watched and ended together.
 
 Called by `server/__main__`, which runs in each process as well. The processes start one after the other: each chooses
-blocks, and counts free memory, after the previous ones have taken theirs.
+blocks, and counts free memory, after the previous ones have taken theirs. `machines/hosting` starts single servers by
+`run_server_process`.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ import re
 import signal
 import sys
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 
@@ -32,7 +33,7 @@ MAX_WAIT_S = 60.0
 """Longest pause between attempts to start a server again. Assumed: a device that has gone may come back."""
 ANY_PORT = "/tcp/0"
 
-_JOIN = re.compile(r"^swarmllm: join with --initial_peers (.+)$")
+JOIN_LINE = re.compile(r"^swarmllm: join with --initial_peers (.+)$")
 
 
 def all_devices(config: ServerConfig) -> tuple[str, ...]:
@@ -200,44 +201,48 @@ class _DeviceServer:
         return replace(self._config, initial_peers=(*named, *peers), peers_beside=not named, new_swarm=False)
 
     async def _run_once(self) -> int:
-        """Run the process once, and return its exit code; end it if cancelled."""
-        starting = asyncio.create_task(_start())
-        try:
-            process = await asyncio.shield(starting)
-        except asyncio.CancelledError:  # asyncio would wait for all processes that hold its pipes
-            process = await starting
-            await _end(process)
-            _close_pipes(process)
-            raise
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stderr is not None
-        process.stdin.write(
-            json.dumps(asdict(self._settings())).encode() + b"\n"
-        )  # secrets stay between the two processes
-        reading = asyncio.create_task(self._pass_on(process.stdout, process.stderr))
-        try:
-            await asyncio.shield(reading)
-        finally:
-            await _end(process)
-            await asyncio.wait({reading}, timeout=1.0)  # its last lines
-            reading.cancel()
-            _close_pipes(process)
-        return await process.wait()
+        return await run_server_process(self._settings(), self._on_output, self._on_log)
 
-    async def _pass_on(self, output: asyncio.StreamReader, log: asyncio.StreamReader) -> None:
-        await asyncio.gather(self._pass_on_output(output), self._pass_on_log(log))
+    def _on_output(self, line: str) -> None:
+        print(line, flush=True)
+        if match := JOIN_LINE.match(line):
+            self.maddrs = tuple(match[1].split())
+            self.ready.set()
 
-    async def _pass_on_output(self, stream: asyncio.StreamReader) -> None:
-        async for line in _lines(stream):
-            print(line, flush=True)
-            if match := _JOIN.match(line):
-                self.maddrs = tuple(match[1].split())
-                self.ready.set()
+    def _on_log(self, line: str) -> None:
+        print(f"[{self.name}] {line}", file=sys.stderr, flush=True)
 
-    async def _pass_on_log(self, stream: asyncio.StreamReader) -> None:
-        async for line in _lines(stream):
-            print(f"[{self.name}] {line}", file=sys.stderr, flush=True)
+
+async def run_server_process(
+    config: ServerConfig, on_output: Callable[[str], None], on_log: Callable[[str], None]
+) -> int:
+    """Run a server process once, and return its exit code; end it if cancelled. `on_…` get its lines."""
+    starting = asyncio.create_task(_start())
+    try:
+        process = await asyncio.shield(starting)
+    except asyncio.CancelledError:  # asyncio would wait for all processes that hold its pipes
+        process = await starting
+        await _end(process)
+        _close_pipes(process)
+        raise
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdin.write(json.dumps(asdict(config)).encode() + b"\n")  # secrets stay between the two processes
+    reading = asyncio.gather(_pass_on(process.stdout, on_output), _pass_on(process.stderr, on_log))
+    try:
+        await asyncio.shield(reading)
+    finally:
+        await _end(process)
+        await asyncio.wait({reading}, timeout=1.0)  # its last lines
+        reading.cancel()
+        _close_pipes(process)
+    return await process.wait()
+
+
+async def _pass_on(stream: asyncio.StreamReader, tell: Callable[[str], None]) -> None:
+    async for line in _lines(stream):
+        tell(line)
 
 
 async def _start() -> asyncio.subprocess.Process:

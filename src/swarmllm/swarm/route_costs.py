@@ -26,6 +26,9 @@ ROOM_FACTOR = 2.0
 """Cache pressure begins when fewer than this many such sessions would fit. Assumed: others come at the same time."""
 AVOIDED_MS_PER_S = 1e9
 """Cost of each second for which a peer is to be avoided: more than anything else."""
+OTHER_ROUNDING_MS = 60_000.0
+"""Cost of a server that rounds numbers otherwise than the server whose blocks it takes over: the text may go on with
+other words. More than any wait, and less than that of a server to be avoided."""
 MEASURED_BATCH = 8
 """Rows computed together for `ServerInfo.decode_ms_per_block_batch8`."""
 
@@ -61,6 +64,8 @@ class RouteCosts:
     """Tokens that the session will lease."""
     avoided_s: Mapping[str, float] = field(default_factory=dict)
     """Peers to use only as a last resort, and for how many seconds more. Those with the least time come first."""
+    rounding: Mapping[int, tuple[str, str, str]] = field(default_factory=dict)
+    """`ServerInfo.rounding` of the servers that computed these blocks for a text so far."""
     row_tokens: int = 0
     """Tokens of the longest row of a forward. Servers with a lower limit are used only as a last resort."""
     inner_states: bool = False
@@ -107,9 +112,15 @@ class RouteCosts:
         return ms + server.context_ms_per_block_per_1k * self.context_tokens / 1000
 
     def waiting_ms(self, server: ServerInfo) -> float:
-        """Milliseconds for the queue, cache pressure, and avoidance."""
+        """Milliseconds for the queue, cache pressure, other rounding, and avoidance."""
         avoided_s = self.avoided_s.get(server.peer_id, 0.0)
-        return server.queue_ms + self._pressure_ms(server) + AVOIDED_MS_PER_S * avoided_s
+        other_ms = OTHER_ROUNDING_MS if self.rounds_otherwise(server) else 0.0
+        return server.queue_ms + self._pressure_ms(server) + other_ms + AVOIDED_MS_PER_S * avoided_s
+
+    def rounds_otherwise(self, server: ServerInfo) -> bool:
+        """True if the text was rounded in another way in some of the server's blocks so far."""
+        own = server.rounding
+        return bool(self.rounding) and any(self.rounding.get(block, own) != own for block in server.span)
 
     def _pressure_ms(self, server: ServerInfo) -> float:
         if not self.cache_tokens or not server.throughput:  # a server that measured nothing announced no cache either

@@ -2,6 +2,7 @@
 
 import random
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,7 @@ from swarmllm.errors import (
 )
 from swarmllm.models.checkpoint.checkpoint import load_tokenizer, open_checkpoint
 from swarmllm.models.checkpoint.fingerprint import fingerprint
-from swarmllm.models.checkpoint.sources import Source
-from swarmllm.models.checkpoint.stored_files import _only_one, _split
+from swarmllm.models.checkpoint.stored_files import only_gguf, split_place
 from swarmllm.models.published_formats.gguf import read_header
 from swarmllm.models.span.loading import load_block_span
 
@@ -96,7 +96,7 @@ def test_another_name_is_the_same_model_and_other_weights_are_not(file: Path) ->
     ],
 )
 def test_names(name: str, expected: tuple[str, str | None, str | None]) -> None:
-    assert _split(name) == expected
+    assert split_place(name) == expected
 
 
 def test_a_directory_whose_name_has_a_colon(file: Path) -> None:
@@ -104,14 +104,8 @@ def test_a_directory_whose_name_has_a_colon(file: Path) -> None:
     assert open_checkpoint(str(directory)).name == f"{directory}/model.gguf"
 
 
-class _Listed(Source):
-    name = "owner/model"
-
-    def __init__(self, *names: str) -> None:
-        self._names = names
-
-    def filenames(self, suffix: str) -> list[str]:
-        return [name for name in self._names if name.endswith(suffix)]
+def _only_one(names: Sequence[str], kind: str | None) -> str | None:
+    return only_gguf("owner/model", names, kind)
 
 
 @pytest.mark.parametrize(
@@ -129,25 +123,25 @@ class _Listed(Source):
 )
 def test_one_of_several_files_by_its_kind(kind: str, expected: str | None) -> None:
     parts = [f"Q8_0/M-Q8_0-0000{part}-of-00002.gguf" for part in (1, 2)]
-    source = _Listed("M-Q4_K_M.gguf", "M-Q4_K_S.gguf", "M-UD-Q4_K_XL.gguf", *parts, "mmproj-f16.gguf", "README.md")
+    names = ["M-Q4_K_M.gguf", "M-Q4_K_S.gguf", "M-UD-Q4_K_XL.gguf", *parts, "mmproj-f16.gguf", "README.md"]
     if expected is not None:
-        assert _only_one(source, kind) == expected
+        assert _only_one(names, kind) == expected
         return
     with pytest.raises(
         ConfigurationError, match=rf"owner/model holds no GGUF files of {kind}: name one of them"
     ) as caught:
-        _only_one(source, kind)
+        _only_one(names, kind)
     assert "(M-Q4_K_M.gguf, M-Q4_K_S.gguf, M-UD-Q4_K_XL.gguf, Q8_0/M-Q8_0-00001-of-00002.gguf)" in str(caught.value)
 
 
 def test_the_one_file_of_a_place() -> None:
-    assert _only_one(_Listed("M-Q4_0.gguf", "mmproj-M.gguf", "imatrix.gguf"), None) == "M-Q4_0.gguf"
-    assert _only_one(_Listed("README.md", "mmproj-M.gguf"), None) is None
-    many = _Listed(*(f"M-{number:02}.gguf" for number in range(20)))
+    assert _only_one(["M-Q4_0.gguf", "mmproj-M.gguf", "imatrix.gguf"], None) == "M-Q4_0.gguf"
+    assert _only_one(["README.md", "mmproj-M.gguf"], None) is None
+    many = [f"M-{number:02}.gguf" for number in range(20)]
     with pytest.raises(ConfigurationError, match=r"holds 20 GGUF files: .*M-11\.gguf and 8 more\)$"):
         _only_one(many, None)
     with pytest.raises(ConfigurationError, match="holds no GGUF files, so none of Q4_0"):
-        _only_one(_Listed("README.md"), "Q4_0")
+        _only_one(["README.md"], "Q4_0")
 
 
 def test_several_files(file: Path) -> None:

@@ -4,6 +4,7 @@ import itertools
 import random
 import statistics
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -63,6 +64,17 @@ def test_where_all_are_to_be_avoided_the_one_with_the_least_time_left_is_taken()
     left_s = {fast.peer_id: 9.0, slow.peer_id: 8.9}
     assert spans(fast, slow, late, costs=RouteCosts(avoided_s=left_s)) == ["b0:3", "c3:5"]
     assert spans(fast, slow, late, costs=RouteCosts(avoided_s=left_s | {late.peer_id: 0.2})) == ["a0:5"]
+
+
+def test_servers_that_round_otherwise_come_after_the_others_and_before_those_to_avoid() -> None:
+    alike = server("a", 0, 5, ms=500)
+    other = server("b", 0, 5).model_copy(update={"quant_type": "nf4"})
+    text = RouteCosts(rounding=dict.fromkeys(range(3), alike.rounding))
+    assert spans(alike, other) == ["b0:5"]
+    assert spans(alike, other, costs=text) == ["a0:5"]
+    assert spans(alike, other, span=Span(3, 5), costs=RouteCosts()) == ["b3:5"]
+    assert spans(alike, other, costs=replace(text, avoided_s={alike.peer_id: 1.0})) == ["b0:5"]
+    assert spans(other, costs=text) == ["b0:5"]
 
 
 def test_among_equals_those_behind_relays_are_neither_first_nor_last() -> None:

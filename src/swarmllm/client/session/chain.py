@@ -467,7 +467,8 @@ class Chain:
         self._news = news
         # Nobody knows how much text will come. On average, a text that has run for some time is half over.
         tokens_left = min(self.text.room.max_length - self.text.position, max(MIN_TOKENS_LEFT, self.text.position))
-        target = self.view.routes.better(self._hops.route, self._costs(), tokens_left)
+        costs = self._hops.preferring_alike(self._costs(), self.span)
+        target = self.view.routes.better(self._hops.route, costs, tokens_left)
         return target is not None and await self._move(target)
 
     async def _move(self, route: Sequence[RouteHop]) -> bool:

@@ -18,7 +18,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from typing import Self, overload
@@ -233,6 +233,8 @@ class OpenRoute(Sequence[Hop]):
         self._hops: list[Hop] = []
         self._doubts: dict[tuple[Hop, Hop], int] = {}
         """Complaints between a server and its successor since the last step that went well."""
+        self._rounding: dict[int, tuple[str, str, str]] = {}
+        """`ServerInfo.rounding` of each block of the text so far."""
 
     def __len__(self) -> int:
         return len(self._hops)
@@ -368,7 +370,7 @@ class OpenRoute(Sequence[Hop]):
             hop = await Hop.open(self._view, route_hop, settings, chain_version=chain_version)
             self._hops = sorted([*self._hops, hop], key=lambda hop: hop.span)
 
-        route = await self._view.routes.find(span, costs)
+        route = await self._view.routes.find(span, self.preferring_alike(costs, span))
         opening = await asyncio.gather(*map(open_hop, route), return_exceptions=True)
         errors = [error for error in opening if isinstance(error, BaseException)]
         for error in errors[1:]:
@@ -376,6 +378,22 @@ class OpenRoute(Sequence[Hop]):
                 self._view.report(error)
         if errors:
             raise errors[0]
+        self._note_rounding(route)
+
+    def preferring_alike(self, costs: RouteCosts, span: Span) -> RouteCosts:
+        """The costs for a text that should go on as it began: servers that round otherwise come last."""
+        return replace(costs, rounding={block: self._rounding[block] for block in span if block in self._rounding})
+
+    def _note_rounding(self, route: Sequence[RouteHop]) -> None:
+        for hop in route:
+            own = hop.server.rounding
+            before = {self._rounding.get(block, own) for block in hop.span} - {own}
+            if before:
+                logger.warning(
+                    "blocks %s go on with %s in place of %s, as no other server has them: the text may go on otherwise",
+                    hop.span, _in_words(own), _in_words(min(before)),
+                )  # fmt: skip
+            self._rounding.update(dict.fromkeys(hop.span, own))
 
     async def exchange(self, route: Sequence[RouteHop], settings: SessionSettings, chain_version: int) -> bool:
         """Open the new servers of `route`, then leave those not on it. If one can't be opened, nothing changes."""
@@ -399,6 +417,7 @@ class OpenRoute(Sequence[Hop]):
             return False
         logger.info("moving to a better route: %s", ", ".join(map(str, route)))
         left = [hop for hop in self._hops if hop not in kept]
+        self._note_rounding(route)
         self._hops = sorted([*kept, *opened], key=lambda hop: hop.span)
         self._forget_doubts()
         for hop in left:
@@ -446,3 +465,9 @@ class OpenRoute(Sequence[Hop]):
             before, run = hop, []
         if run:
             yield before, run
+
+
+def _in_words(rounding: tuple[str, str, str]) -> str:
+    dtype, quant_type, activations = rounding
+    weights = dtype if quant_type == "none" else f"{quant_type} ({dtype})"
+    return weights if activations == "none" else f"{weights}, activations in {activations}"

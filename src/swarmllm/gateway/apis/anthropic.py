@@ -318,14 +318,18 @@ class Anthropic(Dialect):
     @post("/v1/messages", "Answer a conversation, as Anthropic's API does.", MessagesRequest)
     async def messages(self, request: Request) -> Response:
         body, num_bytes = await self._responder.read(request, MessagesRequest)
-        chat = await translated(num_bytes, body.as_chat, self._responder.models.named(body.model))
-        return await self._responder.answer(request, chat, num_bytes, AnthropicAnswer, stream=bool(body.stream))
+        models = self._responder.models
+        async with models.using(models.named, body.model) as model:
+            chat = await translated(num_bytes, body.as_chat, model)
+            return await self._responder.answer(request, chat, num_bytes, AnthropicAnswer, stream=bool(body.stream))
 
     @post("/v1/messages/count_tokens", "Count the tokens of a conversation.", CountRequest, answer_types=(JSON,))
     async def count_tokens(self, request: Request) -> Response:
         body, num_bytes = await self._responder.read(request, CountRequest)
-        chat = await translated(num_bytes, body.as_chat, self._responder.models.named(body.model))
-        _, (prompt,), _ = await self._responder.prepare(chat, num_bytes, request.scope[CALLER])
+        models = self._responder.models
+        async with models.using(models.named, body.model) as model:
+            chat = await translated(num_bytes, body.as_chat, model)
+            _, (prompt,), _ = await self._responder.prepare(chat, num_bytes, request.scope[CALLER])
         free_memory([prompt])
         return JSONResponse({"input_tokens": len(prompt)})
 

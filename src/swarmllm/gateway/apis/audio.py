@@ -147,12 +147,13 @@ class Audio(Dialect):
         try:
             body = self._responder.parse(kind, form.fields)
             request.scope[UNUSED] = unused_fields(body)
-            model = self._responder.models.transcriber(body.model)
-            model.generate_arguments(body.speech_options())  # refuse it now, not when its turn comes
+            models = self._responder.models
+            async with models.using(models.transcriber, body.model) as model:
+                model.generate_arguments(body.speech_options())  # refuse it now, not when its turn comes
+                transcription = _Transcription(self._responder, model, body, form, request.scope[CALLER])
         except BaseException:
             self._free(form)
             raise
-        transcription = _Transcription(self._responder, model, body, form, request.scope[CALLER])
         transcription.task.add_done_callback(lambda _: self._free(form))
         if body.stream:
             return _StreamedTranscript(transcription)
@@ -181,6 +182,8 @@ class _Transcription:
         """Pieces of the text. None: the file has been read, or the transcription has ended."""
         self.task = asyncio.create_task(self._transcribe_in_turn(), name="transcribe a file")
         self.task.add_done_callback(lambda _: self._pieces.put_nowait(None))
+        model.begin_use()
+        self.task.add_done_callback(lambda _: model.end_use())
 
     async def begun(self) -> None:
         """Return when the file has been read. Raises: the error that prevents its transcription."""

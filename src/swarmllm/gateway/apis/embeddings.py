@@ -8,6 +8,7 @@ import base64
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -113,7 +114,6 @@ class Embeddings(Dialect):
     @post("/v1/embeddings", "Embed texts.", EmbeddingsRequest, answer_types=(JSON,))
     async def embeddings(self, request: Request) -> Response:
         body, _ = await self._responder.read(request, EmbeddingsRequest)
-        model = self._responder.models.embedder(body.model)
         given: Any = body.input
         texts = [given] if isinstance(given, str) or isinstance(given[0], int) else given
         in_base64 = body.encoding_format == "base64"
@@ -126,33 +126,36 @@ class Embeddings(Dialect):
             usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
             return {"object": "list", "data": data, "model": model.name, "usage": usage}
 
-        return await self._answer(request, EmbeddingInputs(model, texts, body.dimensions), answer)
+        async with self._responder.models.using(self._responder.models.embedder, body.model) as model:
+            return await self._answer(request, EmbeddingInputs(model, texts, body.dimensions), answer)
 
     @post("/api/embed", "Embed texts, as Ollama does.", OllamaEmbed, answer_types=(JSON,))
     async def embed(self, request: Request) -> Response:
         body, _ = await self._responder.read(request, OllamaEmbed)
-        model, began_at = self._of_ollama(body.model), time.perf_counter()
+        began_at = time.perf_counter()
         texts = [body.input] if isinstance(body.input, str) else body.input
-        length = _num_ctx(body.options, model)
 
         def answer(vectors: Tensor, num_tokens: int) -> dict[str, Any]:
             took_ns = round((time.perf_counter() - began_at) * 1e9)
             found = {"model": body.model, "embeddings": [one.tolist() for one in vectors]}
             return {**found, "total_duration": took_ns, "load_duration": 0, "prompt_eval_count": num_tokens}
 
-        inputs = EmbeddingInputs(model, texts, body.dimensions, length, cuts=body.truncate is not False)
-        return await self._answer(request, inputs, answer)
+        async with self._of_ollama(body.model) as model:
+            length, cuts = _num_ctx(body.options, model), body.truncate is not False
+            return await self._answer(
+                request, EmbeddingInputs(model, texts, body.dimensions, length, cuts=cuts), answer
+            )
 
     @post("/api/embeddings", "Embed a text, as Ollama did before.", OllamaEmbeddings, answer_types=(JSON,))
     async def one_embedding(self, request: Request) -> Response:
         body, _ = await self._responder.read(request, OllamaEmbeddings)
-        model = self._of_ollama(body.model)
-        inputs = EmbeddingInputs(model, [body.prompt], None, _num_ctx(body.options, model), cuts=True)
-        return await self._answer(request, inputs, lambda vectors, _: {"embedding": vectors[0].tolist()})
+        async with self._of_ollama(body.model) as model:
+            inputs = EmbeddingInputs(model, [body.prompt], None, _num_ctx(body.options, model), cuts=True)
+            return await self._answer(request, inputs, lambda vectors, _: {"embedding": vectors[0].tolist()})
 
-    def _of_ollama(self, name: str) -> EmbeddingModel:
+    def _of_ollama(self, name: str) -> AbstractAsyncContextManager[EmbeddingModel]:
         models = self._responder.models
-        return models.embedder(name if name in models else name.removesuffix(TAG))
+        return models.using(models.embedder, name if name in models else name.removesuffix(TAG))
 
     async def _answer(self, request: Request, inputs: "EmbeddingInputs", answer: Any) -> Response:
         """Compute the embeddings in a worker thread; `answer` makes the JSON of the vectors and the number of
@@ -173,15 +176,14 @@ class Embeddings(Dialect):
     @post("/rerank", "The same.", RerankRequest, answer_types=(JSON,))
     async def rerank(self, request: Request) -> Response:
         body, _ = await self._responder.read(request, RerankRequest)
-        model = self._responder.models.ranker(body.model)
-        engine, waiter = self._responder.engine, Waiter(self._responder.engine)
+        models, engine, waiter = self._responder.models, self._responder.engine, Waiter(self._responder.engine)
 
         def compute() -> tuple[list[float], int]:
             scores, num_tokens = _scores(model, body.query, body.texts(), waiter.go_on)
             engine.count_prompt(num_tokens)
             return scores, num_tokens
 
-        async with cancelled_when_gone(request.receive, waiter):
+        async with models.using(models.ranker, body.model) as model, cancelled_when_gone(request.receive, waiter):
             scores, num_tokens = await engine.compute(compute)
         order = sorted(range(len(scores)), key=lambda place: -scores[place])[: body.top_n]
         results: list[dict[str, Any]] = [{"index": place, "relevance_score": scores[place]} for place in order]

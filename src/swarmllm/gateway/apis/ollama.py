@@ -306,14 +306,19 @@ def now() -> str:
 
 def described(model: OfferedModel, started_at: str) -> dict[str, Any]:
     """A model for `/api/tags`. Its size is 0: no file here holds a part of it."""
-    family = str(model.swarm.config.model_type)
-    details = {"format": "swarm", "family": family, "families": [family], "parameter_size": "", "parent_model": ""}
+    return listed(model.name, started_at, model.fingerprint, str(model.swarm.config.model_type))
+
+
+def listed(name: str, started_at: str, fingerprint: str = "", family: str = "") -> dict[str, Any]:
+    """A model as far as it is known."""
+    families = [family] if family else []
+    details = {"format": "swarm", "family": family, "families": families, "parameter_size": "", "parent_model": ""}
     return {
-        "name": model.name,
-        "model": model.name,
+        "name": name,
+        "model": name,
         "modified_at": started_at,
         "size": 0,
-        "digest": model.fingerprint,
+        "digest": fingerprint,
         "details": {**details, "quantization_level": ""},
     }
 
@@ -393,41 +398,48 @@ class Ollama(Dialect):
     async def _answer(
         self, request: Request, body: OllamaChat | OllamaGenerate, num_bytes: int, *, is_chat: bool
     ) -> Response:
-        model = self._named(body.model)
-        if not (body.messages if isinstance(body, OllamaChat) else body.prompt):
-            empty: dict[str, Any] = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
-            found = {"model": model.name, "created_at": now(), **empty}
-            return JSONResponse({**found, "done": True, "done_reason": "load"})  # a model is always loaded
-        asked = await translated(num_bytes, body.asked, model)
-        return await self._responder.answer(
-            request,
-            asked,
-            num_bytes,
-            partial(OllamaAnswer, is_chat=is_chat),
-            stream=body.stream is not False,
-            default_max_tokens=MOST_FILLED * self._responder.config.default_max_tokens if body.fills else None,
-        )
+        models = self._responder.models
+        async with models.using(models.named, self._without_tag(body.model)) as model:
+            if not (body.messages if isinstance(body, OllamaChat) else body.prompt):
+                empty: dict[str, Any] = (
+                    {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
+                )
+                found = {"model": model.name, "created_at": now(), **empty}
+                return JSONResponse({**found, "done": True, "done_reason": "load"})  # it is open now
+            asked = await translated(num_bytes, body.asked, model)
+            return await self._responder.answer(
+                request,
+                asked,
+                num_bytes,
+                partial(OllamaAnswer, is_chat=is_chat),
+                stream=body.stream is not False,
+                default_max_tokens=MOST_FILLED * self._responder.config.default_max_tokens if body.fills else None,
+            )
 
     @get("/api/tags", "List the models, as Ollama does.")
     async def tags(self, _: Request) -> Response:
-        return JSONResponse({"models": [described(model, self._started_at) for model in self._responder.models]})
+        """A model that isn't open yet has its name only."""
+        offers = self._responder.models.offers
+        found = [
+            listed(offer.name, self._started_at) if offer.model is None else described(offer.model, self._started_at)
+            for offer in offers
+        ]
+        return JSONResponse({"models": found})
 
-    @get("/api/ps", "List the models that are loaded, as Ollama does: all of them.")
+    @get("/api/ps", "List the models that are loaded, as Ollama does: all that are open.")
     async def running(self, _: Request) -> Response:
         return JSONResponse({"models": [loaded(model, self._started_at) for model in self._responder.models]})
 
     @post("/api/show", "Describe a model, as Ollama does.", ShowRequest, answer_types=(JSON,), is_rated=False)
     async def show(self, request: Request) -> Response:
         body, _ = await self._responder.read(request, ShowRequest)
-        model = self._responder.models.any(self._without_tag(body.model or body.name or ""))
-        return JSONResponse(shown(model, self._started_at))
+        models = self._responder.models
+        async with models.using(models.any, self._without_tag(body.model or body.name or "")) as model:
+            return JSONResponse(shown(model, self._started_at))
 
     @get("/api/version", "Tell the version of the gateway.", errors=(403,), needs_key=False)
     async def version(self, _: Request) -> Response:
         return JSONResponse({"version": __version__})
-
-    def _named(self, name: str) -> LanguageModel:
-        return self._responder.models.named(self._without_tag(name))
 
     def _without_tag(self, name: str) -> str:
         return name if name in self._responder.models else name.removesuffix(TAG)

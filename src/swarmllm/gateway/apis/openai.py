@@ -8,7 +8,7 @@ import asyncio
 import math
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -291,18 +291,25 @@ class OpenAI(Dialect):
 
     @get("/v1/models", "List the models.")
     async def models(self, _: Request) -> Response:
-        return JSONResponse({"object": "list", "data": list(map(self._described, self._models))})
+        """A model that isn't open yet has its name only."""
+        data = [
+            self._listed(offer.name) if offer.model is None else self._described(offer.model)
+            for offer in self._models.offers
+        ]
+        return JSONResponse({"object": "list", "data": data})
 
     @get("/v1/models/{name:path}", "Describe a model.", errors=(401, 403, 404))
     async def model(self, request: Request) -> Response:
-        return JSONResponse(self._described(self._models.any(request.path_params["name"])))
+        """It opens the model, if it isn't open yet."""
+        async with self._models.using(self._models.any, request.path_params["name"]) as model:
+            return JSONResponse(self._described(model))
+
+    def _listed(self, name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": self._started_at, "owned_by": "swarm"}
 
     def _described(self, model: OfferedModel) -> dict[str, Any]:
         return {
-            "id": model.name,
-            "object": "model",
-            "created": self._started_at,
-            "owned_by": "swarm",
+            **self._listed(model.name),
             "max_model_len": model.max_length,
             "chat": isinstance(model, LanguageModel) and bool(model.tokenizer.chat_template),
             "vision": isinstance(model, LanguageModel) and model.picture_processor is not None,
@@ -314,11 +321,14 @@ class OpenAI(Dialect):
     async def tokenize(self, request: Request) -> Response:
         body, _ = await self._responder.read(request, TokenizeRequest)
         if body.messages is None:
-            return await asyncio.to_thread(self._tokenize, body)
-        model = self._models.named(body.model)
-        async with self._responder.unpacking(model, body.messages, request.scope[CALLER]) as memory:
-            loop, threads = asyncio.get_running_loop(), model.templates.threads
-            found = await loop.run_in_executor(threads, self._tokenize, body)
+            async with self._models.using(self._models.any, body.model) as model:
+                return await asyncio.to_thread(_tokenized, model, body, lambda: _prompt_ids(model, body))
+        async with (
+            self._models.using(self._models.named, body.model) as writer,
+            self._responder.unpacking(writer, body.messages, request.scope[CALLER]) as memory,
+        ):
+            loop, threads = asyncio.get_running_loop(), writer.templates.threads
+            found = await loop.run_in_executor(threads, _tokenized, writer, body, lambda: _chat_ids(writer, body))
         if memory is not None:
             memory.free()
         return found
@@ -326,25 +336,30 @@ class OpenAI(Dialect):
     @post("/detokenize", "Join tokens to a text.", DetokenizeRequest, answer_types=(JSON,))
     async def detokenize(self, request: Request) -> Response:
         body, _ = await self._responder.read(request, DetokenizeRequest)
-        return await asyncio.to_thread(self._detokenize, body)
+        async with self._models.using(self._models.any, body.model) as model:
+            return await asyncio.to_thread(_detokenized, model, body)
 
-    def _tokenize(self, body: TokenizeRequest) -> Response:
-        if body.messages is not None:
-            writer = self._models.named(body.model)
-            messages = [message.for_template() for message in body.messages]
-            tools = [tool.for_template() for tool in body.tools or ()]
-            model: OfferedModel = writer
-            options = body.chat_template_kwargs or {}
-            ids = writer.encode_chat(messages, options, tools, pictures=picture_urls(body.messages))
-        else:
-            model = self._models.any(body.model)
-            ids = model.encode(body.prompt or "", special_tokens=body.add_special_tokens is not False)
-        found = {"count": len(ids), "max_model_len": model.max_length, "tokens": ids}
-        texts = {"token_strs": [model.token_text(one) for one in ids]} if body.return_token_strs else {}
-        return LargeAnswer(found | texts)
 
-    def _detokenize(self, body: DetokenizeRequest) -> Response:
-        model = self._models.any(body.model)
-        if max(body.tokens, default=0) >= model.num_scores:
-            raise ApiError(400, f"the model has only {model.num_scores} tokens", param="tokens", code="invalid_value")
-        return LargeAnswer({"prompt": model.decode(body.tokens, special_tokens=True)})
+def _tokenized(model: OfferedModel, body: TokenizeRequest, encode: Callable[[], list[int]]) -> Response:
+    ids = encode()
+    found = {"count": len(ids), "max_model_len": model.max_length, "tokens": ids}
+    texts = {"token_strs": [model.token_text(one) for one in ids]} if body.return_token_strs else {}
+    return LargeAnswer(found | texts)
+
+
+def _prompt_ids(model: OfferedModel, body: TokenizeRequest) -> list[int]:
+    return model.encode(body.prompt or "", special_tokens=body.add_special_tokens is not False)
+
+
+def _chat_ids(model: LanguageModel, body: TokenizeRequest) -> list[int]:
+    messages = body.messages or []
+    tools = [tool.for_template() for tool in body.tools or ()]
+    options = body.chat_template_kwargs or {}
+    templated = [message.for_template() for message in messages]
+    return model.encode_chat(templated, options, tools, pictures=picture_urls(messages))
+
+
+def _detokenized(model: OfferedModel, body: DetokenizeRequest) -> Response:
+    if max(body.tokens, default=0) >= model.num_scores:
+        raise ApiError(400, f"the model has only {model.num_scores} tokens", param="tokens", code="invalid_value")
+    return LargeAnswer({"prompt": model.decode(body.tokens, special_tokens=True)})

@@ -214,7 +214,12 @@ class Responder:
         Raises:
             ApiError, SwarmError: the request can't be answered.
         """
-        model = self.models.named(body.model)
+        async with self.models.using(self.models.named, body.model) as model:
+            return await self._prepare(model, body, num_bytes, caller, default_max_tokens)
+
+    async def _prepare(
+        self, model: LanguageModel, body: Asked, num_bytes: int, caller: str, default_max_tokens: int | None
+    ) -> tuple[LanguageModel, list[list[int]], GenerationOptions]:
         n, most = body.n or 1, self.config.max_choices
         if n > most:
             raise ApiError(400, f"n can be at most {most} here, not {n}", param="n", code="invalid_value")
@@ -266,13 +271,14 @@ class Responder:
         Raises:
             ApiError, SwarmError: the request can't be answered.
         """
-        model, prompts, options = await self.prepare(body, num_bytes, caller, default_max_tokens)
-        try:
-            answer = shape(body, model, prompts, options)
-            return self.engine.start(model, prompts, options), answer
-        except BaseException:
-            free_memory(prompts)
-            raise
+        async with self.models.using(self.models.named, body.model) as model:
+            _, prompts, options = await self._prepare(model, body, num_bytes, caller, default_max_tokens)
+            try:
+                answer = shape(body, model, prompts, options)
+                return self.engine.start(model, prompts, options), answer
+            except BaseException:
+                free_memory(prompts)
+                raise
 
     async def answer(
         self,

@@ -66,7 +66,8 @@ class Engine:
             answering.generations.append(generation)
         for generation in answering.generations:
             self._under_way[generation] = 0
-            self._threads.submit(self._run, generation, asyncio.get_running_loop())
+            model.begin_use()
+            self._threads.submit(self._run, generation, model, asyncio.get_running_loop())
         answering.place = self._tell_places().get(answering.generations[0], 0)
         self._show_load()
         return answering
@@ -114,14 +115,15 @@ class Engine:
             generation.cancel(_going_away())
         await asyncio.to_thread(self._threads.shutdown)
 
-    def _run(self, generation: Generation, loop: asyncio.AbstractEventLoop) -> None:
+    def _run(self, generation: Generation, model: LanguageModel, loop: asyncio.AbstractEventLoop) -> None:
         """Run in a worker thread."""
         generation.run()
         with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(self._ended, generation)
+            loop.call_soon_threadsafe(self._ended, generation, model)
 
-    def _ended(self, generation: Generation) -> None:
+    def _ended(self, generation: Generation, model: LanguageModel) -> None:
         self._under_way.pop(generation, None)
+        model.end_use()
         free_memory([generation.prompt_ids])
         self._tell_places()
         self._show_load()

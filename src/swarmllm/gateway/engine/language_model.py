@@ -86,6 +86,10 @@ class LanguageModel(OfferedModel):
             processor = PictureProcessor(config.model, config.revision) if has_vision(swarm.config) else None
             return cls(swarm, tokenizer, name=name, max_length=max_length, local=fallback, picture_processor=processor)
 
+    def start(self) -> None:
+        if self.tokenizer.chat_template:
+            self.templates.start()
+
     def close(self) -> None:
         self.templates.close()
         super().close()

@@ -3,6 +3,7 @@
 `model_choice` opens them. How a model joins the swarm, and is closed again if it can't be used, is here once for all.
 """
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -91,6 +92,8 @@ class OfferedModel:
         """Most tokens, by the settings and the model."""
         self.num_scores: int = swarm.get_input_embeddings().weight.shape[0]
         """Tokens of the model, with those that only pad its tables."""
+        self._uses = 0
+        self._unused = asyncio.Event()
 
     @property
     def max_length(self) -> int:
@@ -104,6 +107,34 @@ class OfferedModel:
             "parameters": self.swarm.num_parameters(),
             "context_tokens": self.max_length,
         }
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Within the block, the model stays open. In the web server's event loop, like the next three."""
+        self.begin_use()
+        try:
+            yield
+        finally:
+            self.end_use()
+
+    def begin_use(self) -> None:
+        """Count one more user."""
+        self._uses += 1
+        self._unused.clear()
+
+    def end_use(self) -> None:
+        """Count one user less."""
+        self._uses -= 1
+        if not self._uses:
+            self._unused.set()
+
+    async def unused(self) -> None:
+        """Return when nobody uses the model."""
+        while self._uses:
+            await self._unused.wait()
+
+    def start(self) -> None:
+        """Start what the first request would wait for otherwise; returns at once."""
 
     def close(self) -> None:
         """Leave the swarm."""

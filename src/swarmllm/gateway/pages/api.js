@@ -33,6 +33,13 @@ export async function models() {
   return (await response.json()).data;
 }
 
+// A gateway opens a model when it is asked for it.
+export async function model(id) {
+  const response = await fetch(`/v1/models/${id.split("/").map(encodeURIComponent).join("/")}`, { headers: headers() });
+  if (!response.ok) throw await failure(response);
+  return response.json();
+}
+
 export async function swarm(model) {
   const response = await fetch(model ? `/api/swarm?model=${encodeURIComponent(model.id)}` : "/api/swarm");
   if (!response.ok) throw await failure(response);

@@ -90,6 +90,12 @@ class Checkpoint:
         return self._source.commit
 
     @property
+    def repository(self) -> tuple[str, str]:
+        """(hub id, folder in the repository, with a slash at its end) of a checkpoint with a commit."""
+        name = self._source.public_name
+        return name, self._source.folder
+
+    @property
     def place(self) -> str:
         """A value of `--model` that works in every directory of this machine: the hub id, or the whole path."""
         is_local = self._source.is_local and self._source.commit is None
@@ -109,6 +115,22 @@ class Checkpoint:
         """
         weight_map = self._files.weight_map()
         return weight_map | {name: weight_map[stored] for name, stored in self._stored_names.items()}
+
+    def weight_files(self) -> list[str]:
+        """Names of the files that hold weights."""
+        return self._files.filenames()
+
+    def stored_as(self, weight: str) -> list[tuple[str, str]]:
+        """(file, name in the file) of each tensor that a weight is stored as."""
+        return self._files.stored_as(self._stored_names.get(weight, weight))
+
+    def places(self, filename: str) -> list[StoredPlace]:
+        """The places of the tensors in a file of weights, which is on this machine.
+
+        Raises:
+            CorruptWeightsError: it is damaged.
+        """
+        return self._files.places(filename)
 
     def kept_bits(self, weight: str) -> float | None:
         """Bits of a weight, with its scales, if it can stay packed; None of others."""
@@ -339,13 +361,13 @@ def _sample(path: Path, places: Iterable[StoredPlace]) -> str:
     with path.open("rb", buffering=0) as file:
         for place in sorted(places):
             digest.update(f"{place.name}\0{place.num_bytes}\0".encode())
-            for start, num_bytes in _spots(place):
+            for start, num_bytes in spots(place):
                 file.seek(start)
                 digest.update(file.read(num_bytes))
     return digest.hexdigest()
 
 
-def _spots(place: StoredPlace) -> Iterator[tuple[int, int]]:
+def spots(place: StoredPlace) -> Iterator[tuple[int, int]]:
     """(first byte, number of bytes), in the middle of equal parts of the place."""
     count = max(SPOTS, place.num_bytes // BYTES_PER_SPOT)
     if place.num_bytes <= count * SPOT_BYTES:

@@ -279,6 +279,12 @@ def client_tensor_names(checkpoint: Checkpoint) -> list[str]:
     return needed_tensors(on_meta(cls, checkpoint.config), checkpoint.weight_map())
 
 
+def tensors_of_span(checkpoint: Checkpoint, span: Span, unused: Collection[str] = ()) -> list[str]:
+    """The checkpoint's tensors of these blocks of one stack, and of the rest of the stack without parts in `unused`."""
+    cls = pruned(blocks_class(checkpoint.config), prune_to_span(span, unused))
+    return needed_tensors(on_meta(cls, checkpoint.config), checkpoint.weight_map())
+
+
 def block_bytes(
     checkpoint: Checkpoint, dtype: torch.dtype | None = None, quantization: Quantization = FULL_PRECISION
 ) -> list[int]:

@@ -5,13 +5,15 @@ Errors of huggingface_hub become ours here. Called by `checkpoint`, `adapters` a
 
 import json
 import re
+from collections.abc import Iterator
+from http import HTTPStatus
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from huggingface_hub import HfApi, constants, hf_hub_download, is_offline_mode, snapshot_download
+from huggingface_hub import HfApi, constants, hf_hub_download, hf_hub_url, is_offline_mode, snapshot_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
     HfHubHTTPError,
@@ -19,6 +21,7 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
 )
+from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
 
 from swarmllm.config import require_directory_or_hub_id
 from swarmllm.errors import BlockWeightsNotFoundError, ConfigurationError
@@ -26,6 +29,8 @@ from swarmllm.files import user_path
 
 HUB_ANSWERS_S = 3.0
 """Assumed: a hub that takes longer to accept a connection isn't there."""
+HUB_READS_S = 30.0
+"""Assumed: a hub that sends nothing for so long is stuck."""
 _SNAPSHOT = re.compile(r"models--([^/]+)/snapshots/([0-9a-f]{40})(?:/|$)")
 
 
@@ -182,6 +187,38 @@ def _hub_is_there() -> bool:
     except OSError:
         return False
     return True
+
+
+def hub_range(
+    repo_id: str, commit: str, path: str, start: int, num_bytes: int, *, token: str | None = None
+) -> Iterator[bytes]:
+    """Bytes [start, start + num_bytes) of a file of the hub, as they come.
+
+    Raises:
+        ConfigurationError: the hub can't be reached, has no such file, or refuses it.
+    """
+    if num_bytes == 0:
+        return
+    headers = build_hf_headers(token=token) | {
+        "Range": f"bytes={start}-{start + num_bytes - 1}",
+        "Accept-Encoding": "identity",
+    }
+    left = num_bytes
+    try:
+        url = hf_hub_url(repo_id, path, revision=commit)
+        with http_stream_backoff("GET", url, headers=headers, timeout=HUB_READS_S, max_retries=1) as answer:
+            hf_raise_for_status(answer)
+            skipped = start if answer.status_code == HTTPStatus.OK else 0  # by a server that knows no ranges
+            for chunk in answer.iter_bytes():
+                wanted = chunk[min(skipped, len(chunk)) :][:left]
+                skipped -= min(skipped, len(chunk))
+                left -= len(wanted)
+                yield wanted
+                if not left:
+                    return
+    except (HTTPError, OSError, ValueError) as error:
+        raise ConfigurationError(f"{repo_id}/{path} can't be read from the hub: {first_line(error)}") from error
+    raise ConfigurationError(f"the hub sends only {num_bytes - left} of {num_bytes} bytes of {repo_id}/{path}")
 
 
 MAX_JSON_BYTES = 64 << 20

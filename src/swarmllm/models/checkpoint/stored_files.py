@@ -43,6 +43,7 @@ from swarmllm.errors import (
 from swarmllm.files import user_path
 from swarmllm.models.architecture import as_config_says
 from swarmllm.models.checkpoint import weight_files
+from swarmllm.models.checkpoint.manifest import RequiredTensor, partial_files
 from swarmllm.models.checkpoint.sources import Source, find_source, first_line
 from swarmllm.models.checkpoint.weight_files import StoredPlace
 from swarmllm.models.published_formats.gguf import (
@@ -60,6 +61,8 @@ logger = logging.getLogger(__name__)
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
+MTP_FILE = "mtp.safetensors"
+"""File for a head that was trained later: of unexpected tensors in other files transformers would complain."""
 LAYOUTS = (
     ("model.safetensors", False),
     ("model.safetensors.index.json", True),
@@ -113,6 +116,10 @@ class StoredFiles(ABC):
     @abstractmethod
     def places(self, filename: str) -> list[weight_files.StoredPlace]:
         """The present places of the tensors in such a file, which is on this machine."""
+
+    @abstractmethod
+    def stored_as(self, weight: str) -> list[tuple[str, str]]:
+        """(file, name in the file) of each tensor that a weight is stored as."""
 
     @abstractmethod
     def raw_config(self) -> dict[str, Any]:
@@ -284,6 +291,10 @@ class ConfigAndWeights(StoredFiles):
     def places(self, filename: str) -> list[weight_files.StoredPlace]:
         return weight_files.places(self._file(filename))
 
+    def stored_as(self, weight: str) -> list[tuple[str, str]]:
+        names = [weight] if self._view is None else self._view.stored([weight])
+        return [(self._stored[name], name) for name in names]
+
     def raw_config(self) -> dict[str, Any]:
         return dict(self._config)
 
@@ -363,7 +374,7 @@ class GgufFiles(StoredFiles):
             UnsupportedModelError: swarmllm can't read its content.
         """
         self._source, self._filename = source, filename
-        headers = [read_header(source.file(part)) for part in _parts(filename)]
+        headers = [read_header(source.file(part)) for part in parts_of_gguf(filename)]
         header = Header(headers[0].settings, {name: one for part in headers for name, one in part.tensors.items()})
         if header.settings.get("split.count", 1) not in (0, len(headers)):
             raise CorruptWeightsError(
@@ -393,10 +404,23 @@ class GgufFiles(StoredFiles):
     def tensors(
         self, names: Iterable[str], packed_for: torch.dtype | None, on_read: OnRead | None = None
     ) -> dict[str, Any]:
-        return self._view.tensors(names, packed_for, on_read)
+        names = list(names)
+        found = self._view.tensors(names, packed_for, on_read)
+        required = {}
+        for name in names:
+            one, _ = self._view.stored[name]
+            if (here := partial_files(one.path.parent)) is None:
+                return found
+            need = partial(here.require, one.path.name, one.start, one.num_bytes, f"the tensor {one.name}")
+            required[name] = RequiredTensor(found[name], need)
+        return required
+
+    def stored_as(self, weight: str) -> list[tuple[str, str]]:
+        tensor, _ = self._view.stored[weight]
+        return [(tensor.path.name, tensor.name)]
 
     def filenames(self) -> list[str]:
-        return _parts(self._filename)
+        return parts_of_gguf(self._filename)
 
     def local(self, filename: str) -> Path | None:
         return self._source.local(filename)
@@ -420,7 +444,7 @@ class GgufFiles(StoredFiles):
         return {"headers": sorted((name, one.kind, one.shape) for name, one in self._tensors.items())}
 
 
-def _parts(filename: str) -> list[str]:
+def parts_of_gguf(filename: str) -> list[str]:
     """Names of all parts of the file that this one begins."""
     part = PART.search(filename)
     if part is None:
@@ -438,14 +462,14 @@ def locate(
     Raises:
         ConfigurationError: there is no such place, or not one such file.
     """
-    place, filename, kind = _split(name_or_path)
+    place, filename, kind = split_place(name_or_path)
     source = find_source(place, revision=revision, token=token, cache_dir=cache_dir)
     if filename is None and (kind is not None or not _has_other_weights(source)):
-        filename = _only_one(source, kind)
+        filename = only_gguf(source.name, source.filenames(SUFFIX), kind)
     return source, filename
 
 
-def _split(name_or_path: str) -> tuple[str, str | None, str | None]:
+def split_place(name_or_path: str) -> tuple[str, str | None, str | None]:
     """(directory or repository, GGUF file in it, a part of such a file's name)."""
     path = user_path(name_or_path)
     if name_or_path.endswith(SUFFIX) and not path.is_dir():
@@ -466,23 +490,25 @@ def _has_other_weights(source: Source) -> bool:
     )
 
 
-def _only_one(source: Source, kind: str | None) -> str | None:
-    """Raise ConfigurationError unless there is one; without `kind`, there may also be none."""
-    wanted = found = _models_among(source.filenames(SUFFIX))
+def only_gguf(name: str, filenames: Iterable[str], kind: str | None) -> str | None:
+    """The only GGUF model among the files of a place; `kind`: the one with that in its name.
+
+    Raises:
+        ConfigurationError: there is not one; without `kind`, there may also be none.
+    """
+    wanted = found = _models_among(filenames)
     if kind is not None:
         in_name = re.compile(rf"(^|[./_-]){re.escape(kind.lower())}($|[./-])")
-        wanted = [name for name in found if in_name.search(name.lower())]
+        wanted = [one for one in found if in_name.search(one.lower())]
     if len(wanted) == 1:
         return wanted[0]
     if not wanted and kind is None:
         return None
     several = wanted or found
     if not several:
-        raise ConfigurationError(f"{source.name} holds no GGUF files, so none of {kind}")
+        raise ConfigurationError(f"{name} holds no GGUF files, so none of {kind}")
     some = f"{len(wanted) or 'no'} GGUF files" + (f" of {kind}" if kind else "")
-    raise ConfigurationError(
-        f"{source.name} holds {some}: name one of them, such as {source.name}/{several[0]} ({_listed(several)})"
-    )
+    raise ConfigurationError(f"{name} holds {some}: name one of them, such as {name}/{several[0]} ({_listed(several)})")
 
 
 def gguf_models(directory: Path) -> list[str]:
@@ -494,7 +520,9 @@ def _models_among(filenames: Iterable[str]) -> list[str]:
     return sorted(
         name
         for name in filenames
-        if not _NO_MODEL.fullmatch(name) and (not (part := PART.search(name)) or part[1] == "00001")
+        if name.endswith(SUFFIX)
+        and not _NO_MODEL.fullmatch(name)
+        and (not (part := PART.search(name)) or part[1] == "00001")
     )
 
 

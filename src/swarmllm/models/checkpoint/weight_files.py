@@ -9,6 +9,7 @@ import struct
 import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from swarmllm.errors import BlockWeightsNotFoundError, ConfigurationError, CorruptWeightsError
+from swarmllm.models.checkpoint.manifest import RequiredTensor, partial_files
 from swarmllm.models.checkpoint.sources import read_object
 
 MAX_HEADER_BYTES = 100 << 20
@@ -94,6 +96,8 @@ def first_floating_dtype(path: Path) -> torch.dtype | None:
 def lazy_tensors(path: Path, names: Iterable[str]) -> dict[str, Any]:
     """The named tensors as memory-mapped, lazily read ones (`lazy[...]` gives the tensor).
 
+    In a partial directory, tensors with missing pieces raise BlockWeightsNotFoundError when they are read.
+
     Raises:
         BlockWeightsNotFoundError: the file lacks one of them.
         CorruptWeightsError: the file is damaged, or a pickle that would run code.
@@ -102,9 +106,18 @@ def lazy_tensors(path: Path, names: Iterable[str]) -> dict[str, Any]:
     names = list(names)
     if missing := [name for name in names if name not in tensors]:
         raise BlockWeightsNotFoundError(f"{path} lacks {missing[0]} (and {len(missing) - 1} more tensors)")
-    if path.suffix == ".safetensors":
-        return {name: _LazyTensor(path, name) for name in names}
-    return {name: tensors[name] for name in names}
+    if path.suffix != ".safetensors":
+        return {name: tensors[name] for name in names}
+    found = {name: _LazyTensor(path, name) for name in names}
+    if (here := partial_files(path.parent)) is None:
+        return found
+    place_of = {place.name: place for place in _safetensors_places(path)}
+    return {
+        name: RequiredTensor(
+            lazy, partial(here.require, path.name, place_of[name].start, place_of[name].num_bytes, f"the tensor {name}")
+        )
+        for name, lazy in found.items()
+    }
 
 
 class _LazyTensor:

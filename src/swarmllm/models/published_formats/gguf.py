@@ -167,6 +167,27 @@ def read_header(path: Path) -> Header:
     return Header(settings, tensors)
 
 
+def head_ranges(data: bytes) -> list[tuple[int, int]] | None:
+    """The ranges of a file that `config_of` needs, from its first bytes; None if these are too few.
+
+    Raises:
+        CorruptWeightsError: it is no GGUF.
+    """
+    if data[:4] != b"GGUF":
+        raise CorruptWeightsError("a file with the name of a GGUF file is none")
+    try:
+        settings, count, position = reader._read_metadata(data, "")
+        entries, position = reader._read_tensor_table(data, count, position)
+        alignment = int(settings.get("general.alignment", DEFAULT_ALIGNMENT))
+    except (ValueError, struct.error, OverflowError, MemoryError, IndexError):
+        return None
+    if position > len(data):
+        return None
+    begin = -(-position // alignment) * alignment
+    factors = [(begin + offset, math.prod(shape) * 4) for name, shape, _, offset in entries if name == ROPE_FACTORS]
+    return [(0, begin), *((start, start + num_bytes) for start, num_bytes in factors)]
+
+
 def _checked(path: Path, entry: tuple[Any, ...], begin: int, alignment: int, file_size: int) -> StoredTensor:
     name, shape, kind, offset = entry
     if kind not in WHOLE and kind not in KINDS:

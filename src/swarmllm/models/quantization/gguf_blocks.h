@@ -185,6 +185,57 @@ INLINE void add_q4(const uint8_t *block, int minimum, int64_t count, sink *to) {
     }
 }
 
+/* The same with 5 bits. */
+INLINE void add_q5(const uint8_t *block, int minimum, sink *to) {
+    uint32_t fifth;
+    memcpy(&fifth, block + (minimum ? 4 : 2), sizeof fifth);
+    vec scale = half_at(block), least = minimum ? half_at(block + 2) : product(scale, all(-16.0f));
+    meanings_of_5 values = meanings_of_5_bits(scale, least);
+    take(to, lower_5(block + (minimum ? 8 : 6), fifth, values));
+    take(to, upper_5(block + (minimum ? 8 : 6), fifth >> 16, values));
+}
+
+/* One bit of each of 32 bytes. */
+INLINE uint32_t bits_of(const uint8_t *bytes, int bit) {
+#if LEVEL > 1
+    return (uint32_t)_mm256_movemask_epi8(_mm256_slli_epi16(_mm256_loadu_si256((const __m256i *)bytes), 7 - bit));
+#else
+    uint32_t bits = 0;
+    for (int i = 0; i < 32; i++)
+        bits |= (uint32_t)(bytes[i] >> bit & 1) << i;
+    return bits;
+#endif
+}
+
+/* 64 columns of a block of Q5_K, with codes of 4 bits at `codes`: groups `group` and the next one. */
+INLINE void add_q5_k(const uint8_t *high, const uint8_t *codes, int group, const float *scale, const float *less, sink *to) {
+    uint32_t fifth = bits_of(high, group);
+    meanings_of_5 values = meanings_of_5_bits(all(scale[group]), all(-less[group]));
+    take(to, lower_5(codes, fifth, values));
+    take(to, lower_5(codes + 16, fifth >> 16, values));
+    fifth = bits_of(high, group + 1);
+    values = meanings_of_5_bits(all(scale[group + 1]), all(-less[group + 1]));
+    take(to, upper_5(codes, fifth, values));
+    take(to, upper_5(codes + 16, fifth >> 16, values));
+}
+
+/* A block of Q6_K. A weight is (code - 32) * scale, which is exact, so that it doesn't matter that 32 scales are taken
+ * away at last. */
+INLINE void add_q6_k(const uint8_t *block, sink *to) {
+    const uint8_t *low = block, *high = block + 128;
+    float codes[16], scales[16];
+    store(codes, codes_at((const int8_t *)block + 192));
+    store(scales, product(load(codes), half_at(block + 208)));
+    const float *scale = scales;
+    for (int half = 0; half < 2; half++, low += 64, high += 32)
+        for (int quarter = 0; quarter < 4; quarter++)
+            for (int i = 0; i < 32; i += WIDTH, scale++) {
+                const uint8_t *at = low + quarter % 2 * 32 + i;
+                vec found = quarter < 2 ? lower_6(at, high + i, 2 * quarter) : upper_6(at, high + i, 2 * quarter);
+                take(to, plus_product(found, all(*scale), all(-32.0f * *scale)));
+            }
+}
+
 /* 64 columns of a block of Q4_K: two of its groups. */
 INLINE void add_q4_k(const uint8_t *codes, const float *scale, const float *less, sink *to) {
     meanings below = meanings_of(all(scale[0]), all(-less[0])), above = meanings_of(all(scale[1]), all(-less[1]));

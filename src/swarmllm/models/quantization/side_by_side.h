@@ -29,13 +29,20 @@
 SIDE_BY_SIDE(int8_rows, WIDTH, take(&to[r], codes_at((const int8_t *)at)))
 SIDE_BY_SIDE(q4_0_rows, 18, add_q4(at, 0, 32, &to[r]))
 SIDE_BY_SIDE(q4_1_rows, 20, add_q4(at, 1, 32, &to[r]))
+SIDE_BY_SIDE(q5_0_rows, 22, add_q5(at, 0, &to[r]))
+SIDE_BY_SIDE(q5_1_rows, 24, add_q5(at, 1, &to[r]))
 SIDE_BY_SIDE(q8_0_rows, 34, spread_q8_0(at, 32, &to[r]))
 SIDE_BY_SIDE(q4_k_rows, 144, {
     k_scales(at, scale[r], less[r]);
     for (int pair = 0; r == ROWS - 1 && pair < 4; pair++)
         EACH_ROW(add_q4_k(at + 16 + 32 * pair, scale[r] + 2 * pair, less[r] + 2 * pair, &to[r]));
 })
-SIDE_BY_SIDE(q6_k_rows, 210, decode_gguf(Q6_K, at, 0, 256, &to[r]))
+SIDE_BY_SIDE(q5_k_rows, 176, {
+    k_scales(at, scale[r], less[r]);
+    for (int pair = 0; r == ROWS - 1 && pair < 4; pair++)
+        EACH_ROW(add_q5_k(at + 16, at + 48 + 32 * pair, 2 * pair, scale[r], less[r], &to[r]));
+})
+SIDE_BY_SIDE(q6_k_rows, 210, add_q6_k(at, &to[r]))
 SIDE_BY_SIDE(planes_4_rows, 32, add_planes(w, row + r, group, 32, &to[r]))
 SIDE_BY_SIDE(pairs_rows, 16, { /* 32 columns, of a group of as many or more */
     int size = (int)(w->columns / w->groups);
@@ -60,8 +67,11 @@ static rows_times_one *side_by_side(const weight *w) {
     case PAIRS: return w->columns / w->groups % 32 == 0 && !w->zero && !w->least ? add_pairs_rows : NULL;
     case Q4_0: return add_q4_0_rows;
     case Q4_1: return add_q4_1_rows;
+    case Q5_0: return add_q5_0_rows;
+    case Q5_1: return add_q5_1_rows;
     case Q8_0: return add_q8_0_rows;
     case Q4_K: return add_q4_k_rows;
+    case Q5_K: return add_q5_k_rows;
     case Q6_K: return add_q6_k_rows;
     default: return NULL;
     }

@@ -22,10 +22,9 @@ from swarmllm.models.checkpoint.checkpoint import Checkpoint
 from swarmllm.models.checkpoint.skeleton import (
     BlockDigests,
     load_pruned,
-    needed_tensors,
-    on_meta,
     prune_to_span,
     pruned,
+    tensors_of_span,
     unused_before_blocks,
 )
 from swarmllm.models.parallel.shared import Group, share
@@ -52,8 +51,7 @@ def stage(doing: str) -> Iterator[None]:
 def span_tensor_names(checkpoint: Checkpoint, span: Span) -> list[str]:
     """The names of the checkpoint's tensors that `load_block_span` reads."""
     unused = unused_before_blocks(checkpoint.config, stack_of(checkpoint.config, span))
-    cls = pruned(blocks_class(checkpoint.config), prune_to_span(span, unused))
-    return needed_tensors(on_meta(cls, checkpoint.config), checkpoint.weight_map())
+    return tensors_of_span(checkpoint, span, unused)
 
 
 def load_block_span(

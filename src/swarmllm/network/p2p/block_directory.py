@@ -1,5 +1,7 @@
 """The swarm's records in the DHT: which server serves which blocks. Servers write them, clients read them.
 
+`BlockDirectory` is for servers and their blocks, `Register` for any other records of peers under one key.
+
 One key per checkpoint holds its servers. One key for the whole swarm holds the register of checkpoints. Each server has
 its own record under both, found by its peer id. A private swarm has keys of its own instead. They look like keys of
 unknown checkpoints. `p2p/records` decides what the DHT accepts. Everything read from it is checked again here, field by
@@ -11,7 +13,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from pydantic import ValidationError
 
@@ -46,6 +48,11 @@ def servers_key(fingerprint: str, swarm_name: str | None = None) -> str:
 def models_key(swarm_name: str | None = None) -> str:
     """Name of the key for the register of checkpoints, in the public swarm or a private one."""
     return MODELS_KEY if swarm_name is None else f"{SERVERS_PREFIX}{_private(swarm_name, 'register')}"
+
+
+def machines_key(swarm_id: str) -> str:
+    """Name of the key for the records of machines in the swarm with this id."""
+    return f"{SERVERS_PREFIX}{_private(swarm_id, 'machines')}"
 
 
 def run_key(run: str) -> str:
@@ -124,15 +131,55 @@ class BlockDirectory:
         return stored
 
     async def _read(self, key: str, record_type: type[PeerRecord]) -> dict[str, PeerRecord]:
-        records: dict[str, PeerRecord] = {}
-        for number, (peer_id, text) in enumerate((await self._peer.dht_read(key)).items()):
-            if number % RECORDS_PER_TURN == RECORDS_PER_TURN - 1:
-                await asyncio.sleep(0)
-            if text == WITHDRAWN:
-                continue
-            try:
-                records[peer_id] = record_type.model_validate_json(text)
-            except ValidationError as error:
-                self.num_bad_records += 1
-                logger.debug("skipped the record of %s: %s", peer_id, error)
+        records, num_bad = await _read_records(self._peer, key, record_type)
+        self.num_bad_records += num_bad
         return records
+
+
+class Register(Generic[PeerRecord]):
+    """Records of one type under one key: each peer writes its own, and reads all."""
+
+    def __init__(
+        self, peer: "Peer", key: str, record_type: type[PeerRecord], *, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._peer, self._key, self._record_type, self._clock = peer, key, record_type, clock
+        self._last_expiration = 0.0
+
+    async def publish(self, record: PeerRecord | None, ttl_s: float) -> bool:
+        """Publish this peer's record until `ttl_s` from now; None withdraws it. True if some node keeps it.
+
+        Raises:
+            PeerUnreachableError: this peer is closed, or its daemon died.
+            ConfigurationError: the record is too long for the DHT.
+        """
+        text = WITHDRAWN if record is None else record.model_dump_json(exclude_defaults=True)
+        if len(text.encode()) > MAX_VALUE_BYTES - VALUE_OVERHEAD_BYTES:
+            raise ConfigurationError(f"the record is too long for the DHT, with {len(text.encode())} bytes")
+        self._last_expiration = max(self._clock() + ttl_s, self._last_expiration + SUPERSEDE_S)
+        return await self._peer.dht_store({self._key: text}, self._last_expiration)
+
+    async def read(self) -> dict[str, PeerRecord]:
+        """The records by the peer id of their owner, without those that make no sense.
+
+        Raises:
+            PeerUnreachableError: this peer is closed, or its daemon died.
+        """
+        records, _ = await _read_records(self._peer, self._key, self._record_type)
+        return records
+
+
+async def _read_records(peer: "Peer", key: str, record_type: type[PeerRecord]) -> tuple[dict[str, PeerRecord], int]:
+    """The records under a key by the peer id of their owner, and the number of those that make no sense."""
+    records: dict[str, PeerRecord] = {}
+    num_bad = 0
+    for number, (peer_id, text) in enumerate((await peer.dht_read(key)).items()):
+        if number % RECORDS_PER_TURN == RECORDS_PER_TURN - 1:
+            await asyncio.sleep(0)
+        if text == WITHDRAWN:
+            continue
+        try:
+            records[peer_id] = record_type.model_validate_json(text)
+        except ValidationError as error:
+            num_bad += 1
+            logger.debug("skipped the record of %s: %s", peer_id, error)
+    return records, num_bad

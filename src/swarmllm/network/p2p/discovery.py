@@ -6,6 +6,9 @@ the same time find it. Servers and clients without addresses listen for a while 
 fingerprint, so swarms of different models never mix. Servers, clients and commands use it. zeroconf is imported only
 when needed.
 
+A machine of `swarmllm up` announces its swarm of machines in the same way, marked as `machines`. Its fingerprint is the
+swarm's id. Servers and clients skip such announcements: they look for a model.
+
 Anyone on the network can announce anything. So all input is limited and checked, and is trusted no more than an address
 that the user typed.
 """
@@ -54,6 +57,8 @@ class FoundPeer:
     """Addresses to use as initial peers."""
     model: str
     fingerprint: str
+    machines: bool = False
+    """True if it belongs to a swarm of machines, whose id is the fingerprint."""
 
 
 class LanAnnouncement:
@@ -62,10 +67,13 @@ class LanAnnouncement:
     `addrs` are the peer's multiaddresses. If all of them are of this machine only, nothing is announced.
     """
 
-    def __init__(self, peer_id: str, addrs: Sequence[str], *, model: str, fingerprint: str) -> None:
+    def __init__(
+        self, peer_id: str, addrs: Sequence[str], *, model: str, fingerprint: str, machines: bool = False
+    ) -> None:
         self._peer_id = peer_id
-        self._model = model
-        self._fingerprint = fingerprint
+        self._properties: dict[str, str | bytes] = {"fingerprint": fingerprint, "model": model.encode()[:200]}
+        if machines:
+            self._properties["machines"] = "1"
         self._ips, self._port = lan_addresses(addrs)
         self._task: asyncio.Task[None] | None = None
         self._zeroconf: AsyncZeroconf | None = None
@@ -82,7 +90,7 @@ class LanAnnouncement:
             f"{self._peer_id}.{SERVICE}",
             addresses=[socket.inet_aton(ip) for ip in self._ips],
             port=self._port,
-            properties={"fingerprint": self._fingerprint, "model": self._model.encode()[:200]},
+            properties=self._properties,
             server=f"{self._peer_id}.local.",
         )
         try:
@@ -210,7 +218,8 @@ async def find_swarm(
         )
         if ours := [peer for peer in peers if peer.fingerprint == fingerprint]:
             break
-        others = ", ".join(sorted({f"{peer.model} (fingerprint {peer.fingerprint[:12]})" for peer in peers}))
+        served = {f"{peer.model} (fingerprint {peer.fingerprint[:12]})" for peer in peers if not peer.machines}
+        others = ", ".join(sorted(served))
         missing = MissingBlocksError(
             f"no swarm of {model} (fingerprint {fingerprint[:12]}) was found on the local network"
             f"{f', only of {others}' if others else ''}: name peers with --initial_peers "
@@ -223,6 +232,17 @@ async def find_swarm(
     return initial_peers_of(ours)
 
 
+async def find_machines(
+    enough: Callable[[FoundPeer], bool] = lambda _: True,
+    *,
+    timeout_s: float | None = None,
+    interfaces: Sequence[str] | None = None,
+) -> tuple[FoundPeer, ...]:
+    """Find members of swarms of machines on the local network. Returns soon after the first that is `enough`."""
+    found = await find_peers(lambda peer: peer.machines and enough(peer), timeout_s=timeout_s, interfaces=interfaces)
+    return tuple(peer for peer in found if peer.machines)
+
+
 async def find_any_swarm(*, interfaces: Sequence[str] | None = None) -> tuple[str, ...]:
     """Find initial peers of the one swarm on the local network, whatever it serves.
 
@@ -231,7 +251,8 @@ async def find_any_swarm(*, interfaces: Sequence[str] | None = None) -> tuple[st
         ConfigurationError: there are several, which must not be mixed.
     """
     logger.info("no initial peers were given: looking for a swarm on the local network")
-    peers = await find_peers(interfaces=interfaces)
+    found = await find_peers(lambda peer: not peer.machines, interfaces=interfaces)
+    peers = [peer for peer in found if not peer.machines]
     if not peers:
         raise MissingBlocksError(
             "no swarm was found on the local network: name peers with --initial_peers (or SWARMLLM_INITIAL_PEERS)"
@@ -281,7 +302,7 @@ def _checked(info: Any) -> FoundPeer | None:
         return None
     model = printable(model[:MAX_NAME_CHARS])
     maddrs = tuple(f"/ip4/{ip}/tcp/{info.port}/p2p/{peer_id}" for ip in ips)
-    return FoundPeer(peer_id, maddrs, model, fingerprint)
+    return FoundPeer(peer_id, maddrs, model, fingerprint, b"machines" in properties)
 
 
 def _import_zeroconf() -> tuple[Any, Any]:

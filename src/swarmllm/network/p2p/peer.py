@@ -279,6 +279,29 @@ class Peer:
             self._door = Door.open(daemon.directory, hosts, port) if hosts else None
             await self._take(Incoming(daemon, STREAM_SOCKET, STREAM_PROTOCOL, self._serve))
 
+    async def serve_protocol(self, protocol: str, handler: Handler) -> None:
+        """Call `handler` for each stream that others open at another protocol than that of messages.
+
+        It gets the caller, with the address that it comes from, and plain bytes.
+
+        Raises:
+            PeerUnreachableError: the daemon died.
+        """
+        name = f"other{len(self._incoming)}.sock"
+        await self._take(Incoming(self._running_daemon(), name, protocol, handler))
+
+    async def open_protocol(
+        self, protocol: str, peer_id: str, addrs: Sequence[str], *, timeout_s: float = CONNECT_TIMEOUT_S
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Open a stream of plain bytes at another protocol.
+
+        Raises:
+            PeerUnreachableError: the peer can't be dialled, or doesn't serve it; or this peer's daemon died.
+            PeerTimeoutError: it did not answer in time.
+        """
+        _, reader, writer = await Dialler(self._running_daemon(), protocol).open(peer_id, addrs, timeout_s)
+        return reader, writer
+
     async def _take(self, incoming: "Incoming", **options: int) -> None:
         self._incoming.append(incoming)
         await incoming.start(**options)

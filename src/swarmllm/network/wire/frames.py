@@ -81,6 +81,7 @@ class MessageType(IntEnum):
     PUSH = 27
     MOVED = 28
     """The sender's last frame on this connection. It goes on with the next frame on the other one (`wire/stream`)."""
+    WEIGHTS = 29
     # 24 and 26 were used until 2026-11-23.
     MEMBER = 40
     """40 to 45: between homes that train together (`training/rounds`)."""
@@ -100,6 +101,7 @@ LARGE_TYPES = frozenset(
         MessageType.RESULT,
         MessageType.ADAPTER,
         MessageType.PUSH,
+        MessageType.WEIGHTS,
     )
 )
 """Types whose payload may be larger than SMALL_BYTES."""

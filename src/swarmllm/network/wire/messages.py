@@ -13,6 +13,7 @@ A stream begins with HELLO and WELCOME (`wire/protocol`). Then either side may s
     PUSH               –                  server → server: the tensors that a FORWARD or BACKWARD there waits for;
                                           client → server: don't wait for them any more
     ADAPTER            RESULT | ERROR     client → server: keep these trained tensors; requests name them by a handle
+    WEIGHTS            RESULT | ERROR     machine → machine: give me a piece of a model's files (`machines/weights`)
 
     between homes that train together (`training/rounds` has the headers)
     MEMBER             –                  the first message of both: I am a member of this run, under these rules
@@ -26,7 +27,7 @@ may be compressed if the peer supports it (`wire/compression`). Unknown fields a
 some. `wire/frames` has the numbers and largest sizes of the messages. `streams/connection` receives them on a server.
 """
 
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -247,6 +248,28 @@ class AdapterHeader(PeerModel):
     """Chosen by the client. Each client has its own handles."""
     patches: Annotated[tuple[Patch, ...], Field(min_length=1, max_length=MAX_PATCHES, fail_fast=True)]
     tensors: Descriptors
+
+
+class WeightsHeader(PeerModel):
+    """WEIGHTS: a member of a swarm of machines asks another one about a model."""
+
+    id: RequestId
+    manifest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    """SHA-256 of the model's manifest."""
+    wants: Literal["manifest", "state", "piece"]
+    """The manifest itself; the pieces that the other machine has, or fetches; or one piece. With "state", the payload
+    tells which pieces the sender wants to fetch from the hub, one bit each."""
+    piece: Annotated[int, Field(ge=0, lt=1 << 32)] = 0
+
+
+class WeightsResult(PeerModel):
+    """RESULT of a WEIGHTS. The payload is what was asked for; of "state" three bits for each piece: first those of
+    pieces that are here, then those of pieces that come from the hub now, then those of pieces that are wanted from
+    there."""
+
+    id: RequestId
+    is_here: bool = True
+    """False if the piece isn't here."""
 
 
 class ResultHeader(PeerModel):

@@ -73,6 +73,8 @@ class HelloHeader(PeerModel):
     """The checkpoint that the client wants to run; empty if it doesn't matter."""
     encodings: Encodings = ()
     contribution: Contribution | None = None
+    member: Annotated[str, Field(pattern=r"^([0-9a-f]{128})?$")] = ""
+    """Proof that the caller is a member of a swarm of machines (`machines/records`), for machines."""
     same_identity: bool = False
     """True if the client is about to serve with the key that `contribution` proves."""
 
@@ -94,6 +96,7 @@ async def hello(
     fingerprint: str = "",
     software: str = "",
     contribution: Contribution | None = None,
+    member: str = "",
     same_identity: bool = False,
     timeout_s: float = GREETING_TIMEOUT_S,
 ) -> WelcomeHeader:
@@ -114,6 +117,7 @@ async def hello(
             "fingerprint": fingerprint,
             "encodings": ENCODINGS,
             **({} if contribution is None else {"contribution": contribution.model_dump()}),
+            **({"member": member} if member else {}),
             **({"same_identity": True} if same_identity else {}),
         },
     )

@@ -1,0 +1,372 @@
+"""Pass the weights of models on from machine to machine, and take them from others or from the hub.
+
+`WeightStore` is the store of one machine. `serve` gives pieces to other members of the swarm, `fetch` takes those of
+some blocks. `machines/holdings` has the files, `machines/downloads` the taking side, `models/checkpoint/manifest` the
+list of pieces. The agent decides which blocks.
+
+Trust. A command of a member names a model by the digest of its manifest, and the manifest has the digest of each piece.
+So a machine that gives other bytes is found out at once: it is told, and banned. Pieces of a model that nobody had
+before come from the hub, by its commit; then the manifest has no digests. Members believe each other about such pieces
+(a member could compute wrong numbers as well), and the hub's digests of whole files are checked where one machine has
+all of a file. Strangers get nothing, and can give nothing.
+"""
+
+import asyncio
+import json
+import logging
+import shutil
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from swarmllm.data_structures import Span
+from swarmllm.errors import (
+    BlocksNotServedError,
+    ConfigurationError,
+    CorruptWeightsError,
+    PeerUnreachableError,
+    RemoteProtocolError,
+    ServerOverloadedError,
+    SwarmError,
+    WeightsError,
+)
+from swarmllm.machines.downloads import Board, Counted, Download, Giver, Hub, Members, Progress, ask_manifest
+from swarmllm.machines.holdings import Holding, PartialModel, WholeModel
+from swarmllm.machines.records import MAX_GIVEN, is_membership
+from swarmllm.models.checkpoint.manifest import MANIFEST, PIECE_BYTES, Manifest, Pieces
+from swarmllm.models.checkpoint.pieces import describe, describe_on_hub
+from swarmllm.network.p2p.peer import Peer
+from swarmllm.network.wire.messages import WeightsHeader, WeightsResult, parse
+from swarmllm.network.wire.protocol import FrameStream, HelloHeader, Message, MessageType, send_error, welcome
+from swarmllm.network.wire.stream import Intake
+from swarmllm.server.downloads import in_background
+from swarmllm.version import __version__
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["Giver", "Progress", "WeightStore"]
+
+MAX_TAKERS = 64
+"""Most streams of takers, together. Each holds two pieces at most: assumed to be little beside a model."""
+MAX_STREAMS_PER_TAKER = 4
+"""A machine takes some models at a time, one stream each."""
+UNREAD_BYTES, UNREAD_BYTES_PER_TAKER = 64 << 20, 8 << 20
+"""Most bytes of requests that wait."""
+SEND_S = 60.0
+"""A taker that doesn't read a piece in this time is cut off. Assumed: 1 MiB in a minute is slower than any useful
+connection."""
+IDLE_S = 120.0
+"""A taker that asks for nothing for so long is cut off; it can come again."""
+
+
+class WeightStore:
+    """The models of which this machine has pieces."""
+
+    def __init__(
+        self,
+        directory: Path,
+        peer: Peer,
+        *,
+        swarm_id: str,
+        member: str,
+        upload_mbps: float | None = None,
+        shares: bool = True,
+        hub: Hub | None = None,
+    ) -> None:
+        """`member`: the proof that this machine is a member (`records.membership`). `upload_mbps`: megabits per second
+        for all takers together; None: no limit. Without `shares` nobody gets anything. Without `hub` nothing comes from
+        the hub."""
+        self._directory, self._shares, self._hub = directory, shares, hub
+        self._swarm_id = swarm_id
+        self._members = Members(peer, member)
+        self._pace = Pace(upload_mbps)
+        self._intake = Intake(UNREAD_BYTES_PER_TAKER, UNREAD_BYTES)
+        self._takers: Counter[str] = Counter()
+        self._models: dict[str, Holding] = {}
+        self._boards: dict[str, Board] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+
+    # Models
+
+    async def start(self) -> None:
+        """Find the models of earlier times. Call it once, before anything else.
+
+        Raises:
+            OSError: the store's directory can't be made or read.
+        """
+        for holding in await in_background(partial(_found, self._directory)):
+            self._models[holding.manifest.digest] = holding
+
+    def gives(self) -> tuple[str, ...]:
+        """Digests of the manifests of models of which this machine gives pieces, the newest first."""
+        return tuple(reversed(self._models))[:MAX_GIVEN] if self._shares else ()
+
+    async def add_local(self, place: str | Path, *, piece_bytes: int = PIECE_BYTES) -> Manifest:
+        """Give the pieces of a model that is whole on this machine. Its bytes are read once, until its files change.
+
+        Raises:
+            ConfigurationError: there is no such model here, or only parts of it.
+            WeightsError: files are missing or damaged.
+        """
+        cache_dir = self._directory / "local"
+        model = await in_background(partial(describe, place, cache_dir=cache_dir, piece_bytes=piece_bytes))
+        self._models.pop(model.manifest.digest, None)
+        self._models[model.manifest.digest] = WholeModel(model)
+        return model.manifest
+
+    async def add_from_hub(self, name: str, *, revision: str | None = None, piece_bytes: int = PIECE_BYTES) -> Manifest:
+        """Look at a model of the hub, of which machines then fetch their pieces.
+
+        Raises:
+            ConfigurationError: the hub has no such model, or can't be reached, or isn't used.
+            WeightsError: files are missing or damaged.
+        """
+        if self._hub is None:
+            raise ConfigurationError(f"{name} isn't on this machine, and this machine doesn't use the hub")
+        look = partial(describe_on_hub, name, revision=revision, token=self._hub.token, piece_bytes=piece_bytes)
+        manifest = await in_background(look)
+        await self._model(manifest)
+        return manifest
+
+    async def manifest(self, digest: str, givers: Sequence[Giver]) -> Manifest:
+        """The manifest with this digest, from this machine or from one of the givers.
+
+        Raises:
+            PeerError: none of them gives it.
+        """
+        if (known := self._models.get(digest)) is not None:
+            return known.manifest
+        reason: SwarmError | None = None
+        for giver in givers:
+            if self._members.is_banned(giver.peer_id):
+                continue
+            try:
+                return await ask_manifest(self._members, giver, digest)
+            except CorruptWeightsError as error:
+                reason = error
+                self._members.ban(giver.peer_id, str(error))
+            except SwarmError as error:
+                reason = error
+        why = "no other machine has it" if reason is None else str(reason)
+        raise PeerUnreachableError(f"the list of the model's files can't be fetched: {why}")
+
+    def done_bytes(self, digest: str) -> int:
+        """Bytes of a model that are on this machine."""
+        model = self._models.get(digest)
+        return 0 if model is None else model.manifest.num_bytes(model.held)
+
+    async def remove(self, digest: str) -> None:
+        """Forget a model, and delete its pieces from the store. A directory of the user stays as it is.
+
+        Raises:
+            OSError: they can't be deleted.
+        """
+        async with self._lock(digest):
+            self._models.pop(digest, None)
+            self._boards.pop(digest, None)
+            await in_background(partial(shutil.rmtree, self._directory / digest, ignore_errors=True))
+
+    def _lock(self, digest: str) -> asyncio.Lock:
+        return self._locks.setdefault(digest, asyncio.Lock())
+
+    async def _model(self, manifest: Manifest) -> Holding:
+        found = self._models.get(manifest.digest)
+        if found is None:
+            try:
+                found = await in_background(partial(PartialModel, manifest, self._directory))
+            except OSError as error:
+                raise WeightsError(f"{self._directory} can't hold {manifest.name}: {error.strerror}") from error
+            self._models[manifest.digest] = found
+        return found
+
+    # Taking
+
+    async def fetch(
+        self,
+        manifest: Manifest,
+        span: Span | None,
+        *,
+        client: bool,
+        givers: Callable[[], Sequence[Giver]],
+        progress: Callable[[Progress], None] = lambda _: None,
+    ) -> Path:
+        """Take the pieces of these blocks, or of a client, or of both. Returns the value of --model.
+
+        Waits for machines that give pieces, as long as it takes, and goes on where an earlier call has stopped.
+        `givers`: machines that give pieces of this model at present. `progress` is called at each piece.
+
+        Raises:
+            WeightsError: the disk is full, or the model's files can't be used.
+            SwarmError: swarmllm can't run the model.
+        """
+        async with self._lock(manifest.digest):
+            model = await self._model(manifest)
+            if not isinstance(model, PartialModel):
+                total = manifest.num_bytes(model.held)
+                progress(Progress(total, total))
+                return model.place
+            await in_background(model.recheck)
+            counted = Counted(progress)
+            await self._take(model, manifest.always_pieces(), givers, counted)
+            wanted = await in_background(partial(model.needed, span, client=client))
+            await self._take(model, wanted, givers, counted)
+            await in_background(model.sync)
+            return model.place
+
+    async def _take(
+        self, model: PartialModel, wanted: Pieces, givers: Callable[[], Sequence[Giver]], counted: Counted
+    ) -> None:
+        await in_background(partial(model.check_room, wanted))
+        download = Download(model, wanted, self._board(model.manifest), self._members, self._hub, counted)
+        await download.run(givers)
+        if wrong := await in_background(model.drop_wrong_files):
+            logger.warning("%s has other bytes than the hub's: it is fetched from the hub again", ", ".join(wrong))
+            if self._hub is not None:
+                await download.run(list, alone=True)
+                wrong = await in_background(model.drop_wrong_files)
+            if wrong:
+                raise CorruptWeightsError(
+                    f"{wrong[0]} of {model.manifest.name} isn't what the hub says: try again later"
+                )
+
+    def _board(self, manifest: Manifest) -> Board:
+        return self._boards.setdefault(manifest.digest, Board(manifest))
+
+    # Giving
+
+    def check_member(self, peer_id: str, greeting: HelloHeader) -> None:
+        """Refuse everybody but members.
+
+        Raises:
+            BlocksNotServedError: this peer hasn't proven that it is one, or this machine gives nothing.
+        """
+        if not is_membership(greeting.member, peer_id, self._swarm_id):
+            raise BlocksNotServedError(
+                "this machine gives weights to members of its swarm only: use the swarm's invite"
+            )
+        if not self._shares:
+            raise BlocksNotServedError("this machine keeps its files (--no_share_weights)")
+
+    async def serve(self, stream: FrameStream, greeting: HelloHeader | None = None) -> None:
+        """Answer one stream that another machine has opened, until it ends. Without `greeting`, it begins with HELLO.
+
+        Raises:
+            SwarmError: the reason why it has ended.
+        """
+        peer_id = stream.peer_id
+        stream.count_in(self._intake)
+        if greeting is None:
+            greeting = await welcome(stream, software=__version__, accept=partial(self.check_member, peer_id))
+        else:
+            try:
+                self.check_member(peer_id, greeting)
+            except BlocksNotServedError as error:
+                await send_error(stream, error)
+                raise
+        if self._takers.total() >= MAX_TAKERS or self._takers[peer_id] >= MAX_STREAMS_PER_TAKER:
+            overloaded = ServerOverloadedError("this machine gives weights to too many others already")
+            await send_error(stream, overloaded)
+            raise overloaded
+        stream.expect(frozenset({MessageType.WEIGHTS}))
+        self._takers[peer_id] += 1
+        boards: set[str] = set()
+        try:
+            await self._serve(stream, boards)
+        finally:
+            self._takers[peer_id] -= 1
+            self._takers += Counter()  # forgets those with none
+            for digest in boards & self._boards.keys():
+                self._boards[digest].left(peer_id)
+
+    async def _serve(self, stream: FrameStream, boards: set[str]) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(IDLE_S):
+                    message = await stream.receive()
+            except TimeoutError:
+                return
+            if message.type is MessageType.ERROR:
+                logger.warning("%s says: %.300s", stream.peer_id, message.header.get("message"))
+                return
+            if message.type is not MessageType.WEIGHTS:
+                raise RemoteProtocolError(f"{message.type.name} to a machine that gives weights", stream.peer_id)
+            header = parse(WeightsHeader, message.header, stream.peer_id)
+            try:
+                answer = await self._answer(stream.peer_id, header, message, boards)
+            except BlocksNotServedError as error:
+                await send_error(stream, error, id=header.id)
+                continue
+            result = WeightsResult(id=header.id, is_here=answer is not None)
+            await self._pace.wait(len(answer or b""))
+            try:
+                async with asyncio.timeout(SEND_S):
+                    await stream.send(MessageType.RESULT, result.model_dump(), [answer or b""])
+            except TimeoutError:
+                logger.info("%s reads too slowly: its stream is cut", stream.peer_id)
+                stream.abort()
+                return
+
+    async def _answer(self, peer_id: str, header: WeightsHeader, message: Message, boards: set[str]) -> bytes | None:
+        model = self._models.get(header.manifest)
+        if model is None:
+            raise BlocksNotServedError("this machine has nothing of that model")
+        manifest = model.manifest
+        if header.wants == "manifest":
+            return manifest.as_bytes()
+        if header.wants == "piece":
+            if header.piece >= manifest.num_pieces or not model.held[header.piece]:
+                return None
+            return await in_background(partial(_read_piece, model, header.piece))
+        board = self._board(manifest)
+        if header.manifest not in boards:
+            boards.add(header.manifest)
+            board.joined(peer_id)
+        board.wants_of(peer_id, board.unpacked(bytes(message.payload), peer_id)[0])
+        return board.packed(model.held, board.claims, board.wants)
+
+
+def _read_piece(model: Holding, piece: int) -> bytes | None:
+    try:
+        return model.read(piece)
+    except OSError as error:
+        logger.warning("a piece of %s can't be read: %s", model.manifest.name, error)
+        return None
+
+
+def _found(directory: Path) -> list[Holding]:
+    """The models that the store has, the oldest first."""
+    directory.mkdir(parents=True, exist_ok=True)
+    found: list[tuple[float, Holding]] = []
+    for path in directory.glob("*/**/" + MANIFEST):
+        try:
+            data = path.read_bytes()
+            digest = path.relative_to(directory).parts[0]
+            if digest == "local":
+                about = json.loads((path.parent / "about.json").read_text())
+                known = Manifest.from_bytes(data, about["digest"])
+                found_there = describe(about["place"], cache_dir=directory / "local", piece_bytes=known.piece_bytes)
+                model: Holding = WholeModel(found_there)
+            else:
+                model = PartialModel(Manifest.from_bytes(data, digest), directory)
+            found.append((path.stat().st_mtime, model))
+        except (OSError, ValueError, KeyError, TypeError, SwarmError) as error:
+            logger.warning("%s can't be used any more: %s", path.parent, error)
+    return [model for _, model in sorted(found, key=lambda one: one[0])]
+
+
+class Pace:
+    """Spreads bytes over time. All who wait take turns in the order in which they came."""
+
+    def __init__(self, mbps: float | None) -> None:
+        self._bytes_per_s = None if mbps is None else mbps * 1e6 / 8
+        self._free_at = 0.0
+
+    async def wait(self, num_bytes: int) -> None:
+        """Wait until so many bytes may go."""
+        if self._bytes_per_s is None or not num_bytes:
+            return
+        now = asyncio.get_running_loop().time()
+        begin = max(now, self._free_at)
+        self._free_at = begin + num_bytes / self._bytes_per_s
+        await asyncio.sleep(begin - now)

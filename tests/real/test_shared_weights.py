@@ -1,0 +1,54 @@
+"""SmolLM2 from one machine to others: two servers and a client with the pieces that they need, and nothing else."""
+
+import asyncio
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from machines import Machines
+from swarm_models import OPTIONS, assert_same_tokens
+from tests.real.conftest import Served
+
+from swarmllm import AutoDistributedModel, LocalSwarm
+from swarmllm.data_structures import Span
+from swarmllm.machines.downloads import Progress
+
+pytestmark = pytest.mark.slow
+SPANS = (Span(0, 11), Span(11, 30))
+
+
+async def fetched(place: Path, directory: Path) -> tuple[list[Path], list[Progress], int]:
+    """The places of both servers' parts and of the client's, how much came, and the size of the model."""
+    async with AsyncExitStack() as open_:
+        machines = await Machines.start(4, open_)
+        stores = [await machines.store(number, directory) for number in range(4)]
+        manifest = await stores[0].add_local(place)
+        last: dict[int, Progress] = {}
+
+        async def take(number: int, span: Span | None) -> Path:
+            others = machines.givers(*{0, 1, 2, 3} - {number})
+            assert await stores[number].manifest(manifest.digest, machines.givers(0)()) == manifest
+            return await stores[number].fetch(
+                manifest, span, client=span is None, givers=others, progress=lambda told: last.update({number: told})
+            )
+
+        places = await asyncio.gather(*(take(number, span) for number, span in enumerate((*SPANS, None), 1)))
+        return places, [last[number] for number in (1, 2, 3)], manifest.num_bytes(~manifest.none())
+
+
+def test_smollm2_from_a_neighbour(smollm2: Served, tmp_path: Path) -> None:
+    places, progress, total = asyncio.run(fetched(smollm2.path, tmp_path))
+    assert all(one.done_bytes == one.total_bytes == one.bytes_from_machines < 0.7 * total for one in progress)
+    assert sum(one.bytes_from_machines for one in progress) < 1.2 * total
+    options = {"dtype": "float32", **OPTIONS}
+    with LocalSwarm(places[0], spans=[(0, 11)], **options) as swarm:
+        swarm.add_server((11, 30), model=places[1])
+        with AutoDistributedModel.from_pretrained(
+            str(places[2]), initial_peers=swarm.initial_peers, dtype="float32", progress=False
+        ) as model:
+            ids = smollm2.ids("The capital of France is")
+            assert_same_tokens(model, smollm2.local, ids, max_new_tokens=12)
+            with torch.no_grad():
+                found, wanted = (one(ids).logits for one in (model, smollm2.local))
+            torch.testing.assert_close(found, wanted, rtol=1e-3, atol=2e-3)
