@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from together_homes import HERE, Home, HomePlan, homes, loss_of_one_run
+from together_homes import HERE, LENGTH, LR, Home, HomePlan, homes, loss_of_one_run, texts, untrained_model
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 from swarmllm.errors import ConfigurationError
 from swarmllm.invite import read_invite
 from swarmllm.network.p2p.identity import Identity
 from swarmllm.network.p2p.peer import Peer
 from swarmllm.network.wire.protocol import MessageType, hello
-from swarmllm.training import RunSettings, Together
+from swarmllm.training import RunSettings, Together, TogetherCallback
 from swarmllm.training.members import LOG_FILE
 from swarmllm.training.rounds import is_genuine_line, membership
 from swarmllm.training.together import INVITE_FILE
@@ -244,3 +245,28 @@ def test_whatever_five_of_eight_homes_do_the_others_learn(tmp_path: Path) -> Non
     assert all(member["share"] < 0.01 for line in log for member in line["members"] if member["name"] == "home 6")
     assert any("home 7" in names for names in counted)
     assert "home 3" not in counted[-1]
+
+
+def test_a_callback_of_transformers_trainer(tmp_path: Path) -> None:
+    """A home alone: rounds go on, and its log has the Trainer's tokens and losses."""
+    rows = [{"input_ids": row, "labels": row} for row in texts(0, 24, [1])]
+    settings = {"per_device_train_batch_size": 4, "logging_steps": 1, "save_steps": 3, "learning_rate": LR}
+    quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "include_num_input_tokens_seen": "all"}
+
+    def train(steps: int, resume: bool) -> tuple[LlamaForCausalLM, TogetherCallback]:
+        run = TogetherCallback("a run", 2, directory=tmp_path / "home", settings=RunSettings(host_maddrs=HERE))
+        arguments = TrainingArguments(str(tmp_path / "trainer"), max_steps=steps, **settings, **quiet)
+        model = untrained_model()
+        Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[run]).train(resume_from_checkpoint=resume)
+        return model, run
+
+    first, run = train(6, resume=False)
+    assert run.together is not None
+    assert run.together.round == 3
+    log = [line["members"][0] for line in lines(tmp_path / "home")]
+    assert [member["tokens"] for member in log] == [2 * 4 * LENGTH] * 3
+    assert all(member["loss"] > 1 for member in log)
+    again, run = train(8, resume=True)
+    assert run.together is not None
+    assert run.together.round == 4
+    assert not torch.equal(first.lm_head.weight, again.lm_head.weight)

@@ -75,12 +75,16 @@ def held_out_loss(model: LlamaForCausalLM) -> float:
     return model(input_ids=rows, labels=rows).loss.item()
 
 
-def base_model() -> tuple[LlamaForCausalLM, torch.optim.Optimizer]:
-    """A model that knows a little of all kinds, and its optimizer. The same in all homes."""
+def untrained_model() -> LlamaForCausalLM:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": LENGTH}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=NUM_TOKENS, **sizes, **heads))
+    return LlamaForCausalLM(LlamaConfig(vocab_size=NUM_TOKENS, **sizes, **heads))
+
+
+def base_model() -> tuple[LlamaForCausalLM, torch.optim.Optimizer]:
+    """A model that knows a little of all kinds, and its optimizer. The same in all homes."""
+    model = untrained_model()
     warm = torch.optim.AdamW(model.parameters(), lr=LR)
     for number in range(WARM_STEPS):
         step(model, warm, torch.cat([texts(kind, BATCH, [7, number, kind]) for kind in range(NUM_KINDS)]), 1.0)
