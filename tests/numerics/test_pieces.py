@@ -20,6 +20,7 @@ from tests.numerics.test_gguf_files import EXPECTED
 from tests.selection import sampled
 from torch import nn
 
+from swarmllm.client.local_fallback import open_local_model
 from swarmllm.data_structures import Span
 from swarmllm.errors import BlockWeightsNotFoundError, ConfigurationError
 from swarmllm.machines.holdings import PartialModel, WholeModel
@@ -103,6 +104,8 @@ def test_a_missing_piece_is_an_error_and_never_zeros(tmp_path: Path) -> None:
             load(checkpoint, span)
     with pytest.raises(ConfigurationError, match="holds only parts of a model"):
         describe(found.place)
+    with pytest.raises(ConfigurationError, match="holds only parts of one"):
+        open_local_model(str(found.place), "a draft must be a model", torch.device("cpu"))
 
 
 def test_more_pieces_may_come_while_a_checkpoint_is_open(tmp_path: Path) -> None:
