@@ -126,8 +126,11 @@ async def test_a_machine_downloads_the_ranges_of_its_blocks(
     assert fresh_hub.sent.total() == told[-1].bytes_from_hub
     again = await machines.store(0, tmp_path, hub=Hub())
     assert again.gives() == (manifest.digest,)
+    opened = open_checkpoint(str(path))
+    opened.opened_files.samples()
     await again.fetch(manifest, Span(2, 3), client=False, givers=list, progress=told.append)
     assert fresh_hub.sent.total() <= told[-1].total_bytes + told[-1].bytes_from_hub
+    assert opened.opened_files.changed() == []  # a server must not think that somebody changed its files
 
 
 async def test_a_hub_that_fails_is_tried_again(
@@ -210,6 +213,10 @@ async def test_a_model_of_the_hub_that_a_machine_has_comes_from_there(
     fresh_hub.sent.clear()
     manifest = await first.add_from_hub("me/tiny", piece_bytes=PIECE_BYTES)
     assert await first.fetch(manifest, Span(0, 4), client=True, givers=list) == snapshot
+    again = await machines.store(0, tmp_path, hub=Hub())  # after a restart
+    assert await again.manifest(manifest.digest, ()) == manifest
+    assert await again.fetch(manifest, Span(0, 4), client=True, givers=list) == snapshot
+    first = again
     looked_at = fresh_hub.sent.total()
     with_digests = await first.add_local(snapshot, piece_bytes=PIECE_BYTES)
     assert with_digests.commit == manifest.commit

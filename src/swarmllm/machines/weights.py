@@ -35,6 +35,7 @@ from swarmllm.errors import (
     SwarmError,
     WeightsError,
 )
+from swarmllm.files import replaced
 from swarmllm.machines.downloads import Board, Counted, Download, Giver, Hub, Members, Progress, ask_manifest
 from swarmllm.machines.holdings import Holding, PartialModel, WholeModel
 from swarmllm.machines.records import MAX_GIVEN, is_membership
@@ -334,9 +335,15 @@ class WeightStore:
 
 
 def _held(manifest: Manifest, directory: Path) -> Holding:
-    """The model in the hub's cache of this user, or else in the store."""
-    cached = cached_on_hub(manifest, Path(default_cache_dir() or constants.HF_HUB_CACHE))
-    return PartialModel(manifest, directory) if cached is None else WholeModel(cached)
+    """The model in the hub's cache of this user, or else in the store. The store remembers its manifest."""
+    hub_cache = Path(default_cache_dir() or constants.HF_HUB_CACHE)
+    cached = cached_on_hub(manifest, hub_cache, directory / LOCAL)
+    if cached is None:
+        return PartialModel(manifest, directory)
+    (directory / manifest.digest).mkdir(parents=True, exist_ok=True)
+    with replaced(directory / manifest.digest / MANIFEST) as beside:
+        beside.write_bytes(manifest.as_bytes())
+    return WholeModel(cached)
 
 
 def _read_piece(model: Holding, piece: int) -> bytes | None:
@@ -350,15 +357,15 @@ def _read_piece(model: Holding, piece: int) -> bytes | None:
 def _found(directory: Path) -> list[Holding]:
     """The models of earlier times, the oldest first, those in the store before others."""
     directory.mkdir(parents=True, exist_ok=True)
-    found: list[tuple[float, Holding]] = []
+    found: dict[str, tuple[float, Holding]] = {}
     for path in directory.glob(f"[0-9a-f]*/**/{MANIFEST}"):
         try:
             manifest = Manifest.from_bytes(path.read_bytes(), path.relative_to(directory).parts[0])
-            found.append((path.stat().st_mtime, PartialModel(manifest, directory)))
-        except (OSError, CorruptWeightsError) as error:
+            found[manifest.digest] = path.stat().st_mtime, _held(manifest, directory)
+        except (OSError, SwarmError) as error:
             logger.warning("%s can't be used any more: %s", path.parent, error)
-    found.sort(key=itemgetter(0))
-    return [model for _, model in found] + [WholeModel(model) for model in remembered(directory / LOCAL)]
+    others = [WholeModel(model) for model in remembered(directory / LOCAL)]
+    return [model for _, model in sorted(found.values(), key=itemgetter(0))] + others
 
 
 class Pace:

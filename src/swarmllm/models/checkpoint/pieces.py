@@ -332,16 +332,20 @@ def describe_on_hub(
     )
 
 
-def cached_on_hub(manifest: Manifest, cache_dir: Path) -> SharedModel | None:
-    """The same model in the hub's cache, if all of its files are there: without digests, the commit tells them."""
-    directory = cache_dir / manifest.directory
+def cached_on_hub(manifest: Manifest, hub_cache: Path, cache_dir: Path) -> SharedModel | None:
+    """The same model in the hub's cache, if all of its files are there: without digests, the commit tells them.
+
+    `cache_dir` as in `describe`, which reads the files if there are digests.
+    """
+    directory = hub_cache / manifest.directory
     stamps = _stamps(directory / file.name for file in manifest.files)
     sizes = {str(directory / file.name): file.size for file in manifest.files}
     if not manifest.commit or {path: size for path, (size, _) in stamps.items()} != sizes:
         return None
     place = str(directory / manifest.gguf)
-    if any(file.digests for file in manifest.files) and describe(place).manifest != manifest:
-        return None
+    if any(file.digests for file in manifest.files):
+        found = describe(place, cache_dir=cache_dir, piece_bytes=manifest.piece_bytes)
+        return found if found.manifest == manifest else None
     return SharedModel(place, manifest, directory, b"", stamps)
 
 
