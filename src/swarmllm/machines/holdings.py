@@ -143,6 +143,11 @@ class PartialModel(Holding):
         if missing and shutil.disk_usage(self.directory).free < missing + LEFT_BYTES:
             raise self._no_room()
 
+    @property
+    def is_unsure(self) -> bool:
+        """True if the machine may have stopped before all marked pieces were on the disk. Call `recheck` then."""
+        return bool(self._marks.unsure)
+
     def recheck(self) -> None:
         """Read pieces anew that may not have reached the disk before the machine stopped, and drop wrong ones.
 
