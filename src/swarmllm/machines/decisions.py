@@ -41,6 +41,8 @@ STUCK_S = {"waiting": 180.0, "fetching": 180.0, "loading": 1800.0}
 takes minutes, and nothing is counted meanwhile."""
 LEFT_OUT_S = 600.0
 """Seconds for which it is left out then."""
+BUSY_S = 90.0
+"""Seconds for which sessions of such a server may go on although its memory is needed. Assumed: a long answer."""
 IDLE_S = 60.0
 """Seconds without a session after which a server of a model that nobody wants any more ends."""
 
@@ -278,6 +280,11 @@ class Decider:
         able = [host for host in present.hosts if not has_failed(facts.records[host[0]], wanted.manifest)]
         return is_covered(able, facts.sizes[wanted.manifest].num_blocks)
 
+    @property
+    def is_considering(self) -> bool:
+        """True if a new plan waits for the next look."""
+        return any(one.looks < LOOKS for one in self._proposals.values())
+
     def patience_s(self, now: float) -> float:
         """Seconds for which a better plan must stay the same."""
         while self._moves and now - self._moves[0] > REMEMBERED_S:
@@ -342,6 +349,8 @@ class Child:
     is_ending: bool = False
     idle_s: float = 0.0
     """Seconds since its last session; 0: it has sessions, or nobody knows."""
+    leaving_s: float = 0.0
+    """Seconds since it isn't wanted any more."""
 
 
 @dataclass(frozen=True)
@@ -365,7 +374,8 @@ def next_steps(
     """Decide which servers to start and to end.
 
     A server that another one replaces ends when that one is online, if the memory is enough for both. Servers of models
-    that nobody wants any more go on until they are idle, or until their memory is needed.
+    that nobody wants any more go on until they are idle. If their memory is needed, they end when they have no session
+    at the moment, or at the latest after `BUSY_S`.
 
     Args:
         targets: wanted blocks, with the memory that they take, the most important first.
@@ -392,7 +402,8 @@ def next_steps(
         for child in sorted(leaving, key=lambda one: (one.target.manifest in wanted, -one.idle_s, one.target)):
             if used_bytes + needed_bytes - freed <= offered_bytes:
                 break
-            if not child.is_ending and child not in end:
+            is_busy = child.target.manifest not in wanted and not child.idle_s and child.leaving_s < BUSY_S
+            if not child.is_ending and child not in end and not is_busy:
                 end.append(child)
                 freed += child.memory_bytes
         break  # those behind it wait, too
