@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -21,6 +22,8 @@ from swarmllm import embedded_model_path
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 PROMPT, NAME = "Once upon a time", "embedded"
+BEGINNING = 40
+"""Characters of a text that are there when something happens."""
 THREE_BLOCKS = "0.0153GB"
 """Memory for three of the eight blocks of the embedded model with their caches."""
 
@@ -75,20 +78,28 @@ class UpMachine:
             found: dict[str, Any] = json.load(answer)
         return found
 
+    def wait_for(self, condition: Callable[[dict[str, Any]], bool]) -> None:
+        """Until its picture fulfils the condition. pytest's timeout bounds the wait."""
+        while not condition(self.picture()):
+            time.sleep(0.2)
+
     def write(self, tokens: int, meanwhile: Callable[[], None] | None = None) -> str:
-        """Text that its page streams. `meanwhile` is called after some tokens."""
+        """Text that its page streams to its last token. `meanwhile` is called after some tokens."""
         body = {"model": NAME, "prompt": PROMPT, "max_tokens": tokens, "temperature": 0, "stream": True}
-        text, count = "", 0
+        text, count, reason = "", 0, None
         with self.ask("v1/completions", body) as answer:
             for line in answer:
                 if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
                     continue
                 found = json.loads(line[6:])
                 assert "error" not in found, found
-                text += "".join(one["text"] for one in found["choices"])
+                (choice,) = found["choices"]
+                text += choice["text"]
+                reason = choice["finish_reason"] or reason
                 count += 1
                 if count == 5 and meanwhile is not None:
                     meanwhile()
+        assert reason == "length"
         return text
 
     def kill(self) -> None:
@@ -118,12 +129,11 @@ def test_two_commands_in_all(machines: list[UpMachine], tmp_path: Path) -> None:
     assert f"command 1: use {NAME}" in said
     assert f"{NAME} answers after " in said
     assert f"open {b.url}#key={b.key}" in said
-    text = a.write(60)
-    assert len(text) > 60
-    # A machine is lost in the middle of a text: others load its blocks, and the text goes on.
-    assert a.write(60, c.kill) == text
-    alive = {one["name"] for one in a.picture()["machines"]}
-    assert alive == {"a", "b", "d"}
+    text = a.write(200)
+    # A machine is lost in the middle of a text: others load its blocks, and the text goes on. Weights in 8 bits may
+    # choose another word where two are nearly alike, because other servers compute other numbers of tokens at once.
+    assert a.write(200, c.kill)[:BEGINNING] == text[:BEGINNING]
+    a.wait_for(lambda picture: {one["name"] for one in picture["machines"]} == {"a", "b", "d"})
     # It comes back with its command and its swarm.
     c.up()
     assert NAME in c.use()
@@ -135,7 +145,7 @@ def test_two_commands_in_all(machines: list[UpMachine], tmp_path: Path) -> None:
         nonlocal said
         said = d.use(str(other))
 
-    assert a.write(60, choose) == text
+    assert a.write(200, choose)[:BEGINNING] == text[:BEGINNING]
     assert "other answers after " in said
     with a.ask("v1/models") as answer:
         assert [one["id"] for one in json.load(answer)["data"]] == ["other"]

@@ -105,7 +105,7 @@ RENEWAL_S = 6.0
 """Seconds after which a record is published again, though nothing changed."""
 TTL_S = 20.0
 """Seconds until the record of a machine that has vanished expires. Assumed: a busy machine misses two renewals."""
-SERVER_PERIOD_S = 10.0
+SERVER_PERIOD_S = 5.0
 """`update_period` of the servers: their sessions are counted by what they announce."""
 CACHE_SLACK = 1.3
 """A server gets more memory for caches than the plan counts, because it keeps a share for other uses."""

@@ -43,6 +43,9 @@ LEFT_OUT_S = 600.0
 """Seconds for which it is left out then."""
 BUSY_S = 90.0
 """Seconds for which sessions of such a server may go on although its memory is needed. Assumed: a long answer."""
+QUIET_S = 6.0
+"""Seconds until sessions that began before have been announced. Assumed: twice the time between two announcements of a
+server of the agent, and a bit."""
 IDLE_S = 60.0
 """Seconds without a session after which a server of a model that nobody wants any more ends."""
 
@@ -352,6 +355,11 @@ class Child:
     leaving_s: float = 0.0
     """Seconds since it isn't wanted any more."""
 
+    @property
+    def is_busy(self) -> bool:
+        """True if it may have a session, and these haven't had time enough."""
+        return self.leaving_s < (QUIET_S if self.idle_s else BUSY_S)
+
 
 @dataclass(frozen=True)
 class Steps:
@@ -402,8 +410,7 @@ def next_steps(
         for child in sorted(leaving, key=lambda one: (one.target.manifest in wanted, -one.idle_s, one.target)):
             if used_bytes + needed_bytes - freed <= offered_bytes:
                 break
-            is_busy = child.target.manifest not in wanted and not child.idle_s and child.leaving_s < BUSY_S
-            if not child.is_ending and child not in end and not is_busy:
+            if not child.is_ending and child not in end and not (child.target.manifest not in wanted and child.is_busy):
                 end.append(child)
                 freed += child.memory_bytes
         break  # those behind it wait, too

@@ -11,7 +11,7 @@ import pytest
 from swarmllm.data_structures import Span
 from swarmllm.errors import WeightsError
 from swarmllm.machines import hosting
-from swarmllm.machines.decisions import BUSY_S, IDLE_S, Child, Target, next_steps
+from swarmllm.machines.decisions import BUSY_S, IDLE_S, QUIET_S, Child, Target, next_steps
 from swarmllm.machines.hosting import FAILED_S, Hosting, Hostings
 from swarmllm.machines.weights import Progress
 
@@ -66,7 +66,13 @@ def test_a_dropped_model_serves_its_sessions_to_the_end() -> None:
         steps = next_steps({}, [child(dropped, **changes)], offered_bytes=100, wanted=[NEW])
         assert bool(steps.end) == ends
     # Its memory is needed: a session may go on for a while.
-    for changes, ends in (({"leaving_s": 1.0}, False), ({"idle_s": 1.0}, True), ({"leaving_s": BUSY_S}, True)):
+    quiet = {"idle_s": IDLE_S - 1}  # by an announcement that may be some seconds old
+    for changes, ends in (
+        ({"leaving_s": QUIET_S}, False),
+        ({"leaving_s": BUSY_S}, True),
+        (quiet, False),
+        ({**quiet, "leaving_s": QUIET_S}, True),
+    ):
         steps = next_steps({WHOLE: 40}, [child(dropped, **changes)], offered_bytes=60, wanted=[NEW])
         assert (bool(steps.end), steps.start) == (ends, ())
     # What only loads is of use to nobody.
