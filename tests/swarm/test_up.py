@@ -99,7 +99,7 @@ class UpMachine:
                 count += 1
                 if count == 5 and meanwhile is not None:
                     meanwhile()
-        assert reason == "length"
+        assert reason in ("stop", "length")
         return text
 
     def kill(self) -> None:

@@ -379,10 +379,8 @@ class Agent:
         while True:
             try:
                 await self._look_once(time.monotonic())
-            except ConfigurationError as error:  # the disk is full
-                logger.warning("%s", error)
-            except PeerUnreachableError as error:
-                logger.warning("can't look at the swarm: %s", error)
+            except SwarmError as error:  # the network is down, or the disk is full
+                logger.warning("can't look at the swarm now: %s", error)
             with suppress(TimeoutError):
                 async with asyncio.timeout(SECOND_LOOK_AFTER_S if self._decider.is_considering else LOOK_S):
                     await self._look_now.wait()
@@ -496,7 +494,10 @@ class Agent:
         targets = {
             one: span_bytes(sizes, one.quant_type, one.span)
             for one in self._decision.targets
-            if (sizes := self._models[one.manifest].sizes) is not None and not has_failed(own, one.manifest)
+            # A command may have come while the plan was made.
+            if (model := self._models.get(one.manifest)) is not None
+            and (sizes := model.sizes) is not None
+            and not has_failed(own, one.manifest)
         }
         children = [one.as_child(now) for one in self._hostings.running.values()]
         own_servers = frozenset(one.peer_id for one in self._hostings.running.values())

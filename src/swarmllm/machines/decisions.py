@@ -43,6 +43,9 @@ LEFT_OUT_S = 600.0
 """Seconds for which it is left out then."""
 BUSY_S = 90.0
 """Seconds for which sessions of such a server may go on although its memory is needed. Assumed: a long answer."""
+BYTES_PER_S, BLOCK_MS, ROUND_TRIP_MS = (1e8, 1e14), (1e-3, 1e3), (1e-3, 1e4)
+"""Least and most that a record may claim. A slower machine isn't used. Assumed: the slowest memory of today reads ten
+times as fast."""
 QUIET_S = 6.0
 """Seconds until sessions that began before have been announced. Assumed: twice the time between two announcements of a
 server of the agent, and a bit."""
@@ -175,20 +178,25 @@ def _formats(model: PlannedModel, wanted: Wanted) -> list[str]:
 
 
 def machine_of(record: MachineRecord, memory_bytes: int) -> Machine:
-    """A machine as `swarm/planning` sees it, with this much memory."""
+    """A machine as `swarm/planning` sees it, with this much memory. Absurd speeds are replaced by possible ones."""
     return Machine(
         peer_id=record.peer_id,
         memory_bytes=memory_bytes,
-        bytes_per_s=record.bytes_per_s,
-        ms_per_block=record.ms_per_block,
-        format_bytes_per_s=dict(record.format_bytes_per_s),
+        bytes_per_s=_possible(record.bytes_per_s),
+        ms_per_block=min(max(record.ms_per_block, BLOCK_MS[0]), BLOCK_MS[1]),
+        format_bytes_per_s={name: _possible(speed) for name, speed in record.format_bytes_per_s},
     )
+
+
+def _possible(bytes_per_s: float) -> float:
+    least, most = BYTES_PER_S
+    return min(bytes_per_s, most) if bytes_per_s >= least else 0.0
 
 
 def links_of(records: Iterable[MachineRecord]) -> dict[tuple[str, str], Link]:
     """The network between the machines, as far as they have measured it."""
     return {
-        (record.peer_id, other): Link(round_trip_ms=round_trip_ms)
+        (record.peer_id, other): Link(round_trip_ms=min(max(round_trip_ms, ROUND_TRIP_MS[0]), ROUND_TRIP_MS[1]))
         for record in records
         for other, round_trip_ms in record.round_trips
     }
