@@ -3,6 +3,7 @@
     python examples/recipe.py                           # a swarm of its own, on this machine
     python examples/recipe.py --persona robot --output_dir runs/robot
     python examples/recipe.py --resume --output_dir runs/robot          # continues after an interruption
+    python examples/recipe.py --together ours                           # one adapter with other homes
 
 Seeds that travel with each forward decide what dropout drops, so gradients are those of one machine. The saved adapter
 is an ordinary one of peft (`sharing.py` uses it in four ways).
@@ -21,6 +22,7 @@ from runs import StepTimes, check_resumes, default_model, save_loss_curve, setti
 from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
 from swarmllm import AutoDistributedModelForCausalLM
+from swarmllm.training import RunSettings, TogetherCallback
 
 PERSONAS = {
     "pirate": ANSWERS,
@@ -56,6 +58,7 @@ def train(
     lr: float = 0.003,
     resume: bool = False,
     adapter_name: str = "default",
+    together: TogetherCallback | None = None,
 ) -> Any:
     """The model with the adapter, which is saved in `output_dir/adapter`."""
     torch.manual_seed(0)
@@ -63,10 +66,15 @@ def train(
     arguments = settings(output_dir, steps=steps, lr=lr, batch_size=8)
     trainer = Trainer(
         model=model,
-        args=TrainingArguments(**arguments, lr_scheduler_type="cosine", warmup_steps=max(1, steps // 10)),
+        args=TrainingArguments(
+            **arguments,
+            lr_scheduler_type="cosine",
+            warmup_steps=max(1, steps // 10),
+            include_num_input_tokens_seen="non_padding",
+        ),
         train_dataset=conversations(tokenizer, PERSONAS[persona], 256, seed=0),
         data_collator=DataCollatorForSeq2Seq(tokenizer),
-        callbacks=[StepTimes(base.remote_blocks)],
+        callbacks=[StepTimes(base.remote_blocks), *([] if together is None else [together])],
     )
     trainer.train(resume_from_checkpoint=resume)
     save_loss_curve(trainer.state.log_history, output_dir / "loss.svg")
@@ -80,18 +88,28 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--lr", type=float, default=0.003)
     parser.add_argument("--output_dir", type=Path, default=Path("runs/recipe"))
+    parser.add_argument("--together", metavar="RUN", help="train with other homes: a name, or the invite of one")
+    parser.add_argument("--every", type=int, default=10, help="steps at home between two rounds of --together")
+    parser.add_argument("--homes", type=int, default=1, help="homes to wait for before --together begins")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --output_dir")
     parser.add_argument("--model", default=default_model(), help="default: the model that comes with swarmllm")
     parser.add_argument("--initial_peers", nargs="+", help="an existing swarm; default: one on this machine")
     args = parser.parse_args()
     if args.resume:
         check_resumes(args.output_dir)
+    together = None
+    if args.together is not None:
+        place = args.output_dir / "together"
+        together = TogetherCallback(
+            args.together, args.every, directory=place, settings=RunSettings(wait_for=args.homes, name=args.persona)
+        )
+        print(f"other homes: --together {place / 'invite.swarm'}, with an --output_dir of their own", flush=True)
     with contextlib.ExitStack() as stack:
         peers = swarm_for(stack, args.model, args.initial_peers)
         tokenizer = tokenizer_of(args.model)
         base = AutoDistributedModelForCausalLM.from_pretrained(args.model, initial_peers=peers, dtype="float32")
         stack.enter_context(base)
-        options = {"steps": args.steps, "lr": args.lr, "resume": args.resume}
+        options = {"steps": args.steps, "lr": args.lr, "resume": args.resume, "together": together}
         model = train(base, tokenizer, args.persona, args.output_dir, **options)
         model.print_trainable_parameters()
         for question in ("What is your name?", "Tell me about the sea."):

@@ -7,13 +7,27 @@
 Each home trains alone for some steps. Then it sends what has changed, in 8 bits, and all homes apply the same average
 (DiLoCo, Douillard et al. 2023). `docs/training.md` says what the others learn about the data.
 
-together     the face: an optimizer in a run; a callback for transformers' Trainer
-members      the network's side: one peer, streams to the other members, the log of rounds
-rounds       when a round ends, and whose differences count; pure
-differences  8-bit differences, their robust mean, the outer optimizer; pure, and bit for bit the same everywhere
-privacy      noise, and the privacy budget that it leaves; pure
+together          the face: an optimizer in a run
+trainer_callback  the same as a callback of transformers' Trainer
+members           the network's side: one peer, streams to the other members, the log of rounds
+rounds            when a round ends, and whose differences count; pure
+differences       8-bit differences, their robust mean, the outer optimizer; pure, and bit for bit the same everywhere
+privacy           noise, and the privacy budget that it leaves; pure
 """
+
+from typing import TYPE_CHECKING, Any
 
 from swarmllm.training.together import RunSettings, Together
 
-__all__ = ["RunSettings", "Together"]
+if TYPE_CHECKING:
+    from swarmllm.training.trainer_callback import TogetherCallback
+
+__all__ = ["RunSettings", "Together", "TogetherCallback"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "TogetherCallback":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from swarmllm.training.trainer_callback import TogetherCallback  # transformers takes seconds
+
+    return TogetherCallback

@@ -1,4 +1,4 @@
-"""An optimizer in a run of several homes, and a callback for transformers' Trainer.
+"""An optimizer in a run of several homes.
 
 `Together` doesn't replace `optimizer.step()`: it hooks into it, and keeps all of its own work in another thread with an
 event loop. After `every` steps it sends the difference between the shared values and the own ones. The next steps go on
@@ -185,13 +185,17 @@ class Together:
         await members.trains(True)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._loop is None:
-            return
-        self._hook.remove()
         try:
             if kind is None:
                 self._finish()
         finally:
+            self.close()
+
+    def close(self) -> None:
+        """Leave the run at once; harmless when called twice."""
+        if self._hook is not None:
+            self._hook.remove()
+        if self._loop is not None:
             self._loop.close()
 
     def _finish(self) -> None:
@@ -199,7 +203,9 @@ class Together:
         self._take_news()
         if self._sent is not None:
             self._wait_for_news()
-        if self._steps and self._send():
+        while self._steps and not self._send():
+            self._wait_for_news()
+        if self._sent is not None:
             self._wait_for_news()
         self._the_loop.run_coroutine(self._the_members.leave())
         assert self._shared is not None
@@ -264,7 +270,7 @@ class Together:
         self._take_news()
 
     def _send(self) -> bool:
-        """Offer the own difference. False: there is a newer state, which must be taken first."""
+        """Offer the own difference. False: wait for news first."""
         shared, own = self._shared, self._flat()
         assert shared is not None
         true = shared.values - own
@@ -282,7 +288,6 @@ class Together:
         loss = sum(self._losses) / len(self._losses) if self._losses else None
         is_sent = self._the_loop.run_coroutine(self._the_members.offer(difference, shared, self._tokens, loss))
         if not is_sent:
-            self._take_news()
             return False
         # With noise, the whole true difference is forgotten, or the next one would undo the noise of this one.
         self._sent = shared.round, true if noise else difference.values()

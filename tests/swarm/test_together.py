@@ -1,0 +1,272 @@
+"""Homes that train together: as good as one run on all data, whatever some of them do."""
+
+import asyncio
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from together_homes import HERE, LENGTH, LR, Home, HomePlan, homes, loss_of_one_run, texts, untrained_model
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+
+from swarmllm.errors import ConfigurationError
+from swarmllm.invite import read_invite
+from swarmllm.network.p2p.identity import Identity
+from swarmllm.network.p2p.peer import Peer
+from swarmllm.network.wire.protocol import MessageType, hello
+from swarmllm.training import RunSettings, Together, TogetherCallback
+from swarmllm.training.members import LOG_FILE
+from swarmllm.training.rounds import is_genuine_line, membership
+from swarmllm.training.together import INVITE_FILE
+
+pytestmark = pytest.mark.timeout(900)
+CLOSE_TO = 1.02
+"""The loss may be this much larger than that of one run."""
+
+
+def invite_of(home: Path) -> str:
+    """The invite of a home that has begun."""
+    path = home / INVITE_FILE
+    changed = threading.Event()
+    while not path.exists():
+        changed.wait(0.05)
+    return str(path)
+
+
+def lines(home: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (home / LOG_FILE).read_text().splitlines()]
+
+
+def in_threads(calls: list[Callable[[], None]]) -> None:
+    errors: list[BaseException] = []
+
+    def run(call: Callable[[], None]) -> None:
+        try:
+            call()
+        except BaseException as error:  # noqa: BLE001 - raised below
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=[call]) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def small_home(directory: Path, run: str, seed: int, steps: int, **settings: Any) -> tuple[Together, torch.nn.Linear]:
+    """A home that learns a linear map from its own examples."""
+    model = torch.nn.Linear(40, 4)
+    torch.nn.init.normal_(model.weight, generator=torch.Generator().manual_seed(seed))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    generator = torch.Generator().manual_seed(seed)
+    chosen = RunSettings(host_maddrs=HERE, name=f"home {seed}", **settings)
+    with Together(optimizer, run, every=5, directory=directory, settings=chosen) as together:
+        for _ in range(steps):
+            inputs = torch.randn(8, 40, generator=generator)
+            loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+            loss.backward()
+            together.count(8, loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+    return together, model
+
+
+def test_two_homes_end_with_the_same_values_and_a_signed_log(tmp_path: Path) -> None:
+    found: dict[int, tuple[Together, torch.nn.Linear]] = {}
+    first, second = tmp_path / "first", tmp_path / "second"
+
+    def one() -> None:
+        found[0] = small_home(first, "a run", 0, 22, wait_for=2)
+
+    def other() -> None:
+        found[1] = small_home(second, invite_of(first), 1, 22, wait_for=2)
+
+    in_threads([one, other])
+    assert torch.equal(found[0][1].weight, found[1][1].weight)
+    assert found[0][0].round == found[1][0].round == 5  # four of 5 steps, and one of the last 2
+    logs = [lines(first), lines(second)]
+    assert [line["digest"] for line in logs[0]] == [line["digest"] for line in logs[1]]
+    for line in (*logs[0], *logs[1]):
+        assert is_genuine_line(line)
+        assert sorted(member["name"] for member in line["members"]) == ["home 0", "home 1"]
+    assert [member["tokens"] for member in logs[0][1]["members"]] == [40, 40]
+    assert sum(member["tokens"] for line in logs[0] for member in line["members"]) == 2 * 22 * 8
+    assert (first / INVITE_FILE).stat().st_mode & 0o77 == 0
+
+    again, model = small_home(first, "a run", 0, 3)  # after everybody has left: it goes on where they were
+    assert again.round == 6
+    assert not torch.equal(model.weight, found[0][1].weight)
+
+
+def test_homes_with_other_rules_or_models_are_told_so(tmp_path: Path) -> None:
+    first, wrong = tmp_path / "first", tmp_path / "wrong"
+    told = threading.Event()
+
+    def honest() -> None:
+        optimizer = torch.optim.SGD(torch.nn.Linear(40, 4).parameters(), lr=0.05)
+        with Together(optimizer, "a run", directory=first, settings=RunSettings(host_maddrs=HERE)):
+            told.wait(200)
+
+    def others() -> None:
+        try:
+            invite = invite_of(first)
+            with pytest.raises(ConfigurationError, match="different rules"):
+                small_home(wrong / "rules", invite, 1, 3, outer_lr=1.0)
+            optimizer = torch.optim.SGD(torch.nn.Linear(41, 4).parameters(), lr=0.05)
+            settings = RunSettings(host_maddrs=HERE)
+            with (
+                pytest.raises(ConfigurationError, match="different shapes"),
+                Together(optimizer, invite, directory=wrong / "shapes", settings=settings),
+            ):
+                pass
+        finally:
+            told.set()
+
+    in_threads([honest, others])
+
+
+def test_strangers_are_refused(tmp_path: Path) -> None:
+    """A peer that knows the address, and the run's public key, but has no invite."""
+    ends = threading.Event()
+
+    def honest() -> None:
+        optimizer = torch.optim.SGD(torch.nn.Linear(40, 4).parameters(), lr=0.05)
+        with Together(optimizer, "a run", directory=tmp_path / "home", settings=RunSettings(host_maddrs=HERE)) as run:
+            ends.wait(200)
+            assert run.num_homes == 1
+
+    async def intrude() -> None:
+        invite = read_invite(invite_of(tmp_path / "home"))
+        (address,) = invite.initial_peers
+        home = address.rpartition("/")[2]
+        run = Identity.load(tmp_path / "home" / "run.key").peer_id
+        async with await Peer.create(initial_peers=[address], client_mode=True) as peer:
+            stream = await peer.open_stream(home)
+            await hello(stream, fingerprint=run)
+            rules = {"outer_lr": 0.7, "outer_momentum": 0.9, "trim": 0.0}
+            own = membership(peer.peer_id, Identity.generate())
+            header = {"member": own, "size": 164, "shapes": "0" * 64, **rules}
+            await stream.send(MessageType.MEMBER, header)
+            kinds = [(await stream.receive()).type, (await stream.receive()).type]
+            assert kinds == [MessageType.MEMBER, MessageType.ERROR]
+            await stream.gone
+
+    def stranger() -> None:
+        try:
+            asyncio.run(intrude())
+        finally:
+            ends.set()
+
+    in_threads([honest, stranger])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mend"),
+    [
+        ({"every": 0}, "every must be 1 step or more"),
+        ({"run": "swarm:e30"}, "take the one that a home of the run printed"),
+        ({"run": "swarm:x"}, "is damaged"),
+    ],
+)
+def test_mistakes_are_told_in_a_sentence(arguments: dict[str, Any], mend: str, tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.05)
+    with (
+        pytest.raises(ConfigurationError, match=mend),
+        Together(optimizer, **{"run": "r", **arguments}, directory=tmp_path),
+    ):
+        pass
+
+
+def test_nothing_to_train_is_told(tmp_path: Path) -> None:
+    layer = torch.nn.Linear(2, 2).requires_grad_(False)
+    with pytest.raises(ConfigurationError, match="0 trained values"):
+        Together(torch.optim.SGD(layer.parameters(), lr=0.05), "r", directory=tmp_path)
+
+
+def begin(start: Callable[[HomePlan], Home], root: Path, founder: Home | None, number: int, **plan: Any) -> Home:
+    """A home of the run of `founder`, or the founder itself."""
+    run = "a run" if founder is None else founder.invite()
+    return start(HomePlan(directory=str(root / str(number)), run=run, number=number, **plan))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "steps"), [(3, 640), (8, 640)])
+def test_homes_learn_what_one_run_on_all_their_data_learns(count: int, steps: int, tmp_path: Path) -> None:
+    with homes() as start:
+        plan = {"steps": steps, "wait_for": count}
+        running = [begin(start, tmp_path, None, 0, **plan)]
+        running += [begin(start, tmp_path, running[0], number, **plan) for number in range(1, count)]
+        results = [home.finish() for home in running]
+    assert len({result["values"] for result in results}) == 1
+    alone = loss_of_one_run(count, steps)
+    print(f"{count} homes: loss {results[0]['loss']:.4f}, one run {alone:.4f}")
+    assert results[0]["loss"] < alone * CLOSE_TO
+    each_gradient = 4 * results[0]["num_values"] * steps * (count - 1)
+    for result in results:
+        print(f"sent {result['sent_bytes']}, each gradient {each_gradient}")
+        assert result["sent_bytes"] < each_gradient / 100
+
+
+@pytest.mark.slow
+def test_whatever_five_of_eight_homes_do_the_others_learn(tmp_path: Path) -> None:
+    """One is killed, one freezes for a while, one comes late, one sends NaN, and one 1000 times too much."""
+    steps = 640
+    with homes() as start:
+        plan = {"steps": steps, "wait_for": 7}
+        first = begin(start, tmp_path, None, 0, **plan)
+        honest = [first, *(begin(start, tmp_path, first, number, **plan) for number in (1, 2))]
+        killed, frozen = (begin(start, tmp_path, first, number, **plan) for number in (3, 4))
+        for number, fault in ((5, "nan"), (6, "big")):
+            begin(start, tmp_path, first, number, **plan, fault=fault)
+        first.wait_for_round(4)
+        killed.process.kill()
+        os.kill(frozen.process.pid, signal.SIGSTOP)
+        late = begin(start, tmp_path, first, 7, steps=320)
+        first.wait_for_round(12)
+        os.kill(frozen.process.pid, signal.SIGCONT)
+        results = [home.finish() for home in honest]
+        late_result = late.finish()
+        assert frozen.finish()["round"] > 12
+    alone = loss_of_one_run(3, steps)
+    print([round(result["loss"], 4) for result in (*results, late_result)], f"one run {alone:.4f}")
+    for result in results:
+        assert result["loss"] < alone * CLOSE_TO
+    log = lines(tmp_path / "0")
+    assert all(is_genuine_line(line) for line in log)
+    counted = [{member["name"] for member in line["members"]} for line in log]
+    assert not any("home 5" in names for names in counted)  # NaN
+    assert all(member["share"] < 0.01 for line in log for member in line["members"] if member["name"] == "home 6")
+    assert any("home 7" in names for names in counted)
+    assert "home 3" not in counted[-1]
+
+
+def test_a_callback_of_transformers_trainer(tmp_path: Path) -> None:
+    """A home alone: rounds go on, and its log has the Trainer's tokens and losses."""
+    rows = [{"input_ids": row, "labels": row} for row in texts(0, 24, [1])]
+    settings = {"per_device_train_batch_size": 4, "logging_steps": 1, "save_steps": 3, "learning_rate": LR}
+    quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "include_num_input_tokens_seen": "all"}
+
+    def train(steps: int, resume: bool) -> tuple[LlamaForCausalLM, TogetherCallback]:
+        run = TogetherCallback("a run", 2, directory=tmp_path / "home", settings=RunSettings(host_maddrs=HERE))
+        arguments = TrainingArguments(str(tmp_path / "trainer"), max_steps=steps, **settings, **quiet)
+        model = untrained_model()
+        Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[run]).train(resume_from_checkpoint=resume)
+        return model, run
+
+    first, run = train(6, resume=False)
+    assert run.together is not None
+    assert run.together.round == 3
+    log = [line["members"][0] for line in lines(tmp_path / "home")]
+    assert [member["tokens"] for member in log] == [2 * 4 * LENGTH] * 3
+    assert all(member["loss"] > 1 for member in log)
+    again, run = train(8, resume=True)
+    assert run.together is not None
+    assert run.together.round == 4
+    assert not torch.equal(first.lm_head.weight, again.lm_head.weight)
