@@ -80,7 +80,9 @@ from swarmllm.network.p2p.block_directory import BlockDirectory, Register, machi
 from swarmllm.network.p2p.discovery import LanAnnouncement, find_machines, initial_peers_of, lan_addresses
 from swarmllm.network.p2p.identity import Identity
 from swarmllm.network.p2p.peer import Peer
-from swarmllm.network.relay.service import RelayRules
+from swarmllm.network.relay.service import Caller, RelayRules
+from swarmllm.network.wire.stream import FrameStream, abort_transport
+from swarmllm.server.downloads import in_background
 from swarmllm.server.settings import ServerConfig
 from swarmllm.swarm.planning import Plan, PlannedModel, loaded_bytes, missing_bytes
 from swarmllm.version import __version__
@@ -89,11 +91,21 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 2.0
 """Seconds between two looks at the swarm."""
+SECOND_LOOK_AFTER_S = 0.5
+"""Seconds until it looks again if a new plan is considered. Measured: records become visible in 40–180 ms."""
+FORGET_S = 6.0
+"""Seconds for which a record counts that a look has not found again. A look may miss some on a busy network."""
+ECHO_S = 30.0
+"""Seconds between two rounds of measuring round trips."""
+ECHO_PROTOCOL = "/swarmllm/echo/1"
+"""libp2p's name for streams that answer with the bytes that came."""
+NUM_ECHOES = 8
+"""Most machines whose round trips are measured in a round."""
 RENEWAL_S = 6.0
 """Seconds after which a record is published again, though nothing changed."""
 TTL_S = 20.0
 """Seconds until the record of a machine that has vanished expires. Assumed: a busy machine misses two renewals."""
-SERVER_PERIOD_S = 10.0
+SERVER_PERIOD_S = 5.0
 """`update_period` of the servers: their sessions are counted by what they announce."""
 CACHE_SLACK = 1.3
 """A server gets more memory for caches than the plan counts, because it keeps a share for other uses."""
@@ -111,6 +123,9 @@ class Offer:
     bytes_per_s: float
     ms_per_block: float
     format_bytes_per_s: tuple[tuple[str, float], ...]
+    num_devices: int = 1
+    device_bytes: int = 1 << 50
+    """All memory of the smallest device."""
 
 
 def measure_offer(config: MachineConfig, state: StateDirectory) -> Offer:
@@ -121,7 +136,7 @@ def measure_offer(config: MachineConfig, state: StateDirectory) -> Offer:
     """
     import torch
 
-    from swarmllm.server.device.device import hardware_name, resolve_device
+    from swarmllm.server.device.device import hardware_name, resolve_device, total_bytes
 
     names = config.device
     if names == ("auto",):
@@ -140,6 +155,8 @@ def measure_offer(config: MachineConfig, state: StateDirectory) -> Offer:
         slowest.bytes_per_s,
         slowest.ms_per_block,
         tuple(slowest.format_bytes_per_s.items()),
+        len(machines),
+        min(total_bytes(resolve_device(name)) for name in names),
     )
 
 
@@ -283,9 +300,14 @@ class Agent:
         except OSError as error:
             raise ConfigurationError(f"{self._state.weights_path} can't be used: {error.strerror}") from None
         await self.peer.serve_protocol(JOIN_PROTOCOL, Doorkeeper(self.swarm).serve)
-        await self.peer.serve_streams(self._store.serve)
+        await self.peer.serve_protocol(ECHO_PROTOCOL, _echo)
+        await self.peer.serve_streams(self._give_weights)
         self._lan.start()
         await self._lan.announced()
+
+    async def _give_weights(self, stream: FrameStream) -> None:
+        with suppress(PeerUnreachableError):  # the taker hangs up when it has all
+            await self._store.serve(stream)
 
     async def _look_for_an_older_swarm(self) -> Membership | None:
         """Two machines that start at the same moment both found a swarm: the one with the smaller id counts."""
@@ -305,6 +327,7 @@ class Agent:
             tasks.create_task(self._measure(), name="measure this machine")
             tasks.create_task(self._recover(), name="look for members")
             tasks.create_task(self._look_forever(), name="look at the swarm")
+            tasks.create_task(self._measure_round_trips(), name="measure round trips")
 
     async def close(self) -> None:
         """End the servers politely, withdraw the record, leave the swarm."""
@@ -325,7 +348,7 @@ class Agent:
         raise PeerUnreachableError("the peer-to-peer daemon (p2pd) died, so this machine is alone: start it again")
 
     async def _measure(self) -> None:
-        self.offer = await asyncio.to_thread(measure_offer, self.config, self._state)
+        self.offer = await in_background(partial(measure_offer, self.config, self._state))
         self._note_change()
 
     async def _recover(self) -> None:
@@ -337,29 +360,39 @@ class Agent:
                 ours = [peer for peer in found if peer.fingerprint == self.swarm.swarm_id]
                 self.peer.join_by(initial_peers_of(ours))
 
+    async def _measure_round_trips(self) -> None:
+        """Measure the round trips to the machines that were measured the longest time ago, again and again."""
+        measured_at: dict[str, float] = {}
+        while True:
+            others = sorted(self.records, key=lambda peer_id: (measured_at.get(peer_id, 0.0), peer_id))[:NUM_ECHOES]
+            for peer_id in others:
+                measured_at[peer_id] = time.monotonic()
+                with suppress(SwarmError, OSError, TimeoutError, EOFError):
+                    self._round_trips[peer_id] = await _round_trip_ms(self.peer, peer_id, self.records[peer_id].addrs)
+            for peer_id in self._round_trips.keys() - self.records.keys():
+                del self._round_trips[peer_id]
+            await asyncio.sleep(ECHO_S if others else LOOK_S)
+
     # The loop
 
     async def _look_forever(self) -> None:
         while True:
             try:
-                await self._look()
-            except ConfigurationError as error:  # the disk is full
-                logger.warning("%s", error)
-            except PeerUnreachableError as error:
-                logger.warning("can't look at the swarm: %s", error)
+                await self._look_once(time.monotonic())
+            except SwarmError as error:  # the network is down, or the disk is full
+                logger.warning("can't look at the swarm now: %s", error)
             with suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S):
+                async with asyncio.timeout(SECOND_LOOK_AFTER_S if self._decider.is_considering else LOOK_S):
                     await self._look_now.wait()
             self._look_now.clear()
 
-    async def _look(self) -> None:
+    async def _look_once(self, now: float) -> None:
         """Read, follow the newest command, decide, act, publish."""
-        now = time.monotonic()
         await self._read_records(now)
         self._follow(newest((self._command, *(one.command for one in self.records.values())), self.swarm.swarm_id))
         await self._look_at_servers(now)
         before = self._decision
-        self._decision = await asyncio.to_thread(self._decider.look, self._facts(), now)
+        self._decision = await in_background(partial(self._decider.look, self._facts(), now))
         if self._decision.targets != before.targets:
             self._state.write("hosted.json", [_as_json(one) for one in self._decision.targets])
         self._act(now)
@@ -372,9 +405,11 @@ class Agent:
             for peer_id, record in found.items()
             if record.peer_id == peer_id != self.peer.peer_id and self._is_member(record)
         }
-        for peer_id, record in members.items():
-            if self.records.get(peer_id) != record:
-                self._seen_at[peer_id] = now
+        for peer_id in members:
+            self._seen_at[peer_id] = now
+        for peer_id in self.records.keys() - members.keys():
+            if now - self._seen_at[peer_id] < FORGET_S:
+                members[peer_id] = self.records[peer_id]
         if members != self.records:
             self.records = members
             addresses = [f"{addr}/p2p/{peer_id}" for peer_id, one in members.items() for addr in one.addrs[:2]]
@@ -420,7 +455,7 @@ class Agent:
             givers = partial(self._givers, model.wanted.manifest)
             manifest = await self._store.manifest(model.wanted.manifest, givers())
             place = await self._store.fetch(manifest, None, client=False, givers=givers)
-            entry, model.fingerprint = await asyncio.to_thread(_sizes_and_fingerprint, model.wanted.name, place)
+            entry, model.fingerprint = await in_background(partial(_sizes_and_fingerprint, model.wanted.name, place))
             model.entry, model.problem = entry, entry.problem
         except SwarmError as error:
             model.problem = str(error)
@@ -459,7 +494,10 @@ class Agent:
         targets = {
             one: span_bytes(sizes, one.quant_type, one.span)
             for one in self._decision.targets
-            if (sizes := self._models[one.manifest].sizes) is not None and not has_failed(own, one.manifest)
+            # A command may have come while the plan was made.
+            if (model := self._models.get(one.manifest)) is not None
+            and (sizes := model.sizes) is not None
+            and not has_failed(own, one.manifest)
         }
         children = [one.as_child(now) for one in self._hostings.running.values()]
         own_servers = frozenset(one.peer_id for one in self._hostings.running.values())
@@ -471,7 +509,7 @@ class Agent:
             elsewhere=[manifest for manifest, one in self._models.items() if one.is_online(without=own_servers)],
         )
         for target, hosting in self._hostings.running.items():
-            hosting.is_leaving = target in steps.leaving
+            hosting.note_leaving(target in steps.leaving, now)
         for target in steps.end:
             self._hostings.end(target)
         for target in steps.start:
@@ -492,9 +530,10 @@ class Agent:
                 await self._register.publish(record, TTL_S)
                 break
             except ConfigurationError:
-                if not record.round_trips:
+                shorter = _shorter(record)
+                if shorter == record:
                     raise
-                record = record.model_copy(update={"round_trips": record.round_trips[: len(record.round_trips) // 2]})
+                record = shorter
         self._published = self.record(), now
 
     # Servers
@@ -514,8 +553,10 @@ class Agent:
     def _server_config(self, hosting: Hosting, place: Path) -> ServerConfig:
         target, model = hosting.target, self._models.get(hosting.target.manifest) or self._left[hosting.target.manifest]
         assert model.sizes is not None
+        assert self.offer is not None
         cache_bytes = len(target.span) * model.sizes.cache_bytes_per_token * model.sizes.cache_tokens
-        needed = hosting.memory_bytes + int((CACHE_SLACK - 1) * cache_bytes) + SPARE_BYTES
+        most_blocks = -(-len(target.span) // self.offer.num_devices)  # devices share them evenly
+        needed = (hosting.memory_bytes + (CACHE_SLACK - 1) * cache_bytes) * most_blocks / len(target.span) + SPARE_BYTES
         return ServerConfig(
             model=str(place),
             quant_type=target.quant_type,
@@ -526,7 +567,7 @@ class Agent:
             host_maddrs=self.config.host_maddrs,
             device=self.config.device,
             nice=self.config.nice,
-            max_memory=f"{needed / 1e9:.6f}GB",
+            max_memory=f"{min(needed, self.offer.device_bytes) / 1e9:.6f}GB",
             public_name=self.config.name,
             update_period=SERVER_PERIOD_S,
             stop_on_stdin_eof=True,
@@ -648,7 +689,7 @@ class Agent:
         Raises:
             SwarmError: it can't be found or served.
         """
-        place = await asyncio.to_thread(_place_of, model)
+        place = await in_background(partial(_place_of, model))
         if place is not None:
             try:
                 manifest = await self._store.add_local(place)
@@ -669,7 +710,7 @@ class Agent:
         """Raises: ConfigurationError: swarmllm can't serve it."""
         manifest = await self._store.manifest(wanted.manifest, ())
         place = await self._store.fetch(manifest, None, client=False, givers=list)
-        entry, _ = await asyncio.to_thread(_sizes_and_fingerprint, wanted.name, place)
+        entry, _ = await in_background(partial(_sizes_and_fingerprint, wanted.name, place))
         if entry.sizes is None:
             raise ConfigurationError(f"{wanted.name} can't be served: {entry.problem}")
         return wanted
@@ -705,10 +746,10 @@ class Agent:
         """All models that this machine knows, with their plan on the machines of the swarm, as if nothing else was
         served."""
         if self._catalogue is None or time.monotonic() - self._catalogue[0] > 60.0:
-            self._catalogue = time.monotonic(), await asyncio.to_thread(entries, ())
+            self._catalogue = time.monotonic(), await in_background(partial(entries, ()))
         where = self._machines()
         listed = self._catalogue[1]
-        answers = await asyncio.to_thread(lambda: [answer(one, where) for one in listed])
+        answers = await in_background(lambda: [answer(one, where) for one in listed])
         return [{**one.as_json(where.names), "text": one.as_text(where.names)} for one in answers]
 
     def _machines(self) -> Machines:
@@ -723,7 +764,7 @@ class Agent:
         Raises:
             SwarmError: it can't be found or served.
         """
-        name, entry = await asyncio.to_thread(_entry_of_model, model)
+        name, entry = await in_background(partial(_entry_of_model, model))
         if entry.sizes is None:
             raise ConfigurationError(f"{name} can't be served: {entry.problem}")
         facts = self._facts()
@@ -731,7 +772,7 @@ class Agent:
         new = Wanted(name=name, manifest=known)
         kept = tuple(one for one in facts.wanted if one.manifest != known) if add else ()
         after = replace(facts, wanted=(*kept, new), sizes={**facts.sizes, known: entry.sizes})
-        plans = await asyncio.to_thread(plan_models, after)
+        plans = await in_background(partial(plan_models, after))
         plan, names = plans[known], self._names()
         present = {one.manifest: present_plan(facts, one) for one in facts.wanted if one.manifest in facts.sizes}
         missing = 0 if plan is not None else missing_bytes(self._machines().machines, entry.sizes)
@@ -833,6 +874,36 @@ class Agent:
 
 
 # --- parts
+
+
+def _shorter(record: MachineRecord) -> MachineRecord:
+    """The record with less that others can do without, for the DHT."""
+    if record.round_trips:
+        return record.model_copy(update={"round_trips": record.round_trips[: len(record.round_trips) // 2]})
+    hosted = [one.model_copy(update={"problem": one.problem[:40]}) for one in record.hosted]
+    return record.model_copy(update={"hosted": tuple(hosted)})
+
+
+async def _echo(caller: Caller, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Answer a stream that measures a round trip: two bytes, one after the other."""
+    async with asyncio.timeout(ECHO_S):
+        for _ in range(2):
+            writer.write(await reader.readexactly(1))
+            await writer.drain()
+
+
+async def _round_trip_ms(peer: Peer, peer_id: str, addrs: Sequence[str]) -> float:
+    """The milliseconds of a round trip, in three digits. The first byte waits until the stream is open."""
+    async with asyncio.timeout(ECHO_S):
+        reader, writer = await peer.open_protocol(ECHO_PROTOCOL, peer_id, addrs)
+        try:
+            for _ in range(2):
+                began_at = time.monotonic()
+                writer.write(b"?")
+                await reader.readexactly(1)
+            return float(f"{1e3 * (time.monotonic() - began_at):.2g}")
+        finally:
+            abort_transport(writer.transport)
 
 
 def _open_store(
