@@ -1,4 +1,4 @@
-"""Machines that give wrong bytes or none, takers that flood or don't read, strangers, full disks, kills.
+"""Machines that give wrong bytes or none, takers that flood or do not read, strangers, full disks, kills.
 
 Each test ends with the model's right bytes on the taker, or with one clear error.
 """
