@@ -69,6 +69,7 @@ def hub(model: Path) -> Iterator[HubStub]:
     with running_hub() as hub, pytest.MonkeyPatch.context() as monkeypatch:
         use_hub(hub, monkeypatch)
         files = {path.name: path.read_bytes() for path in model.iterdir()}
+        files["README.md"] = b"About it"
         hub.repositories["me/tiny"] = Repository(files, commit="c" * 40)
         yield hub
 
@@ -208,7 +209,7 @@ async def test_a_model_of_the_hub_that_a_machine_has_comes_from_there(
     """In the hub's cache of its user, it needs no digests; others take it from there."""
     monkeypatch.setenv("SWARMLLM_CACHE", str(tmp_path / "cache"))
     first, second = [await machines.store(number, tmp_path, hub=Hub()) for number in range(2)]
-    for name in fresh_hub.repositories["me/tiny"].files:
+    for name in fresh_hub.repositories["me/tiny"].files.keys() - {"README.md"}:
         snapshot = Path(huggingface_hub.hf_hub_download("me/tiny", name, cache_dir=tmp_path / "cache")).parent
     fresh_hub.sent.clear()
     manifest = await first.add_from_hub("me/tiny", piece_bytes=PIECE_BYTES)
@@ -223,9 +224,14 @@ async def test_a_model_of_the_hub_that_a_machine_has_comes_from_there(
     monkeypatch.setenv("SWARMLLM_CACHE", str(tmp_path / "another"))
     for one in (manifest, with_digests):
         path = await second.fetch(one, Span(0, 4), client=True, givers=machines.givers(0))
-        for name, data in fresh_hub.repositories["me/tiny"].files.items():
-            assert (path / name).read_bytes() == data
-    assert fresh_hub.sent.total() == looked_at
+        for file in one.files:
+            assert (path / file.name).read_bytes() == fresh_hub.repositories["me/tiny"].files[file.name]
+    assert fresh_hub.sent.total() == looked_at + len(b"About it")  # which transformers doesn't download
+    monkeypatch.setenv("SWARMLLM_CACHE", str(tmp_path / "cache"))
+    third = await machines.store(2, tmp_path, hub=Hub())
+    assert await third.fetch(with_digests, Span(0, 4), client=True, givers=list) == snapshot
+    (snapshot / "config.json").unlink()
+    assert await third.fetch(with_digests, Span(0, 4), client=True, givers=machines.givers(0)) != snapshot
 
 
 async def test_without_a_hub(machines: Machines, fresh_hub: HubStub, tmp_path: Path) -> None:

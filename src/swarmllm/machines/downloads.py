@@ -49,8 +49,8 @@ LATE_S = 15.0
 """A piece that is under way for so long is asked for elsewhere as well, if nothing else is left to do."""
 BAN_S = 600.0
 """A giver of wrong bytes gets no requests for so long."""
-AGAIN_S = 5.0
-"""Seconds until a giver, or the hub, is tried again after it has failed."""
+AGAIN_S, MOST_AGAIN_S = 5.0, 60.0
+"""Seconds until a giver, or the hub, is tried again after it has failed. The hub's double each time."""
 LOOK_S = 0.5
 """Seconds between looks at who gives pieces."""
 STATE_S = 2.0
@@ -540,11 +540,13 @@ class Download:
             if self._failure is not None or not self._missing.any():
                 self._attention.set()
         self._counted.from_machines += len(data)
+        self._problem = ""
         self._tell()
         return True
 
     async def _take_from_hub(self, hub: Hub) -> None:
         """Fetch pieces that no machine has, and that no other machine should fetch."""
+        pause_s = AGAIN_S
         while self._failure is None and self._missing.any():
             run = self._claim()
             if not run:  # others fetch it, or give it
@@ -553,7 +555,7 @@ class Download:
             self._writing += 1
             try:
                 await in_background(partial(self._read_from_hub, hub, run, asyncio.get_running_loop()))
-                self._problem, self._board.wants = "", self._missing
+                self._problem, self._board.wants, pause_s = "", self._missing, AGAIN_S
                 continue
             except ConfigurationError as error:
                 logger.warning("%s", error)
@@ -563,7 +565,8 @@ class Download:
                 self._writing -= 1
                 self._board.claims[run] = False
                 self._board.notify()
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MOST_AGAIN_S)
 
     def _read_from_hub(self, hub: Hub, run: Sequence[int], loop: asyncio.AbstractEventLoop) -> None:
         """Read, verify and write pieces, in a thread."""

@@ -58,7 +58,9 @@ class WholeModel(Holding):
     def __init__(self, model: SharedModel) -> None:
         super().__init__(model.manifest)
         self._model = model
-        self._held = ~model.manifest.none()
+        known = {Path(path).name for path in model.stamps} | {SAMPLES}
+        here = (file for file in model.manifest.files if file.name in known)
+        self._held = model.manifest.pieces_of((file.name, 0, file.size) for file in here)
 
     @property
     def held(self) -> Pieces:
