@@ -21,6 +21,7 @@ from swarmllm.machines import downloads
 from swarmllm.machines.downloads import Hub, Progress
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.checkpoint.fingerprint import fingerprint
+from swarmllm.network.wire.protocol import FrameStream, MessageType, welcome
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 _no_task_left_behind = in_loop(no_task_left_behind, loop_scope="module")
@@ -193,6 +194,35 @@ async def test_the_hub_helps_machines_that_give_nothing(
     assert told[-1].bytes_from_hub > 0.9 * told[-1].total_bytes
     for name, data in fresh_hub.repositories["me/tiny"].files.items():
         assert (path / name).read_bytes() == data
+
+
+async def test_a_machine_that_claims_everything_holds_up_nobody(
+    machines: Machines, fresh_hub: HubStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says again and again that it fetches other pieces from the hub, and gives none."""
+    monkeypatch.setattr(downloads, "STALLED_S", 0.5)
+    store = await machines.store(0, tmp_path, hub=Hub())
+    manifest = await store.add_from_hub("me/tiny", piece_bytes=PIECE_BYTES)
+    num_asked = 0
+
+    async def claim(stream: FrameStream) -> None:
+        nonlocal num_asked
+        await welcome(stream)
+        while True:
+            message = await stream.receive()
+            num_asked += 1
+            claims = ~manifest.none()
+            claims[num_asked % len(claims)] = False
+            has, claimed, wanted = (np.packbits(one).tobytes() for one in (~claims, claims, claims))
+            await stream.send(
+                MessageType.RESULT, {"id": message.header["id"], "is_here": False}, [has + claimed + wanted]
+            )
+
+    await machines.peers[1].serve_streams(claim)
+    told: list[Progress] = []
+    await store.fetch(manifest, Span(0, 4), client=True, givers=machines.givers(1), progress=told.append)
+    assert told[-1].bytes_from_hub == told[-1].done_bytes
+    assert num_asked
 
 
 async def test_a_hub_with_wrong_bytes_is_one_error(machines: Machines, fresh_hub: HubStub, tmp_path: Path) -> None:

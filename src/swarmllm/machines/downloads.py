@@ -36,6 +36,7 @@ from swarmllm.models.checkpoint.sources import hub_range
 from swarmllm.network.p2p.peer import Peer
 from swarmllm.network.wire.messages import WeightsHeader, WeightsResult, parse
 from swarmllm.network.wire.protocol import FrameStream, MessageType, hello, raise_error, send_error
+from swarmllm.network.wire.stream import Intake
 from swarmllm.server.downloads import in_background
 from swarmllm.version import __version__
 
@@ -58,7 +59,8 @@ STATE_S = 2.0
 IDLE_STATE_S, STATE_S_PER_PIECE = 0.3, 5e-6
 """The same while it has nothing that is wanted; longer for a model of many pieces, as an answer has bits of each."""
 STALLED_S = 30.0
-"""A machine that has taken nothing from the hub for so long isn't waited for."""
+"""A machine that has taken nothing from the hub for so long isn't waited for. If nothing at all has come for so long,
+no machine is."""
 GREETED_S = 10.0
 """Longest wait for the answers of all others before the hub is asked."""
 SLOW_S, SLOW_BYTES_PER_S = 20.0, 1e6
@@ -135,6 +137,7 @@ class Members:
     def __init__(self, peer: Peer, member: str) -> None:
         self.peer_id = peer.peer_id
         self._peer, self._member = peer, member
+        self._intake = Intake(MAX_MANIFEST_BYTES + 4 * MAX_PIECE_BYTES)
         self._banned_until: dict[str, float] = {}
 
     def is_banned(self, peer_id: str) -> bool:
@@ -153,6 +156,7 @@ class Members:
             SwarmError: it can't be reached, or gives nothing.
         """
         stream = await self._peer.open_stream(giver.peer_id, giver.addrs, max_message_bytes=max_message_bytes)
+        stream.count_in(self._intake)
         try:
             await hello(stream, software=__version__, member=self._member)
         except BaseException:
@@ -374,6 +378,7 @@ class Download:
         self._looked_at = self._now(), counted.from_machines
         """The time, and the bytes from machines until then."""
         self._slow = False
+        self._arrived_at = self._now()
         self._random = np.random.default_rng()
 
     @property
@@ -540,7 +545,7 @@ class Download:
             if self._failure is not None or not self._missing.any():
                 self._attention.set()
         self._counted.from_machines += len(data)
-        self._problem = ""
+        self._arrived_at, self._problem = self._now(), ""
         self._tell()
         return True
 
@@ -583,6 +588,7 @@ class Download:
 
     def _came_from_hub(self, num_bytes: int) -> None:
         self._counted.from_hub += num_bytes
+        self._arrived_at = self._now()
         self._tell()
         self._board.notify()
 
@@ -601,7 +607,8 @@ class Download:
         wanted, slow = self._missing & ~self._board.claims, self._are_machines_slow()
         if not slow:
             wanted &= ~self._under_way
-        if not self._alone:
+        is_stuck = self._now() - self._arrived_at > STALLED_S  # whatever others claim
+        if not self._alone and not is_stuck:
             wanted = self._board.from_hub(self._members.peer_id, wanted, self._now(), are_slow=slow)
         found = np.flatnonzero(wanted)
         if not len(found):
