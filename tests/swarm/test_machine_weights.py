@@ -200,7 +200,9 @@ async def test_a_machine_that_claims_everything_holds_up_nobody(
     machines: Machines, fresh_hub: HubStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It says again and again that it fetches other pieces from the hub, and gives none."""
-    monkeypatch.setattr(downloads, "STALLED_S", 0.5)
+    monkeypatch.setattr(downloads, "STALLED_S", 0.1)
+    monkeypatch.setattr(downloads, "LOOK_S", 0.05)
+    monkeypatch.setattr(downloads, "HUB_BYTES", 64 * PIECE_BYTES)
     store = await machines.store(0, tmp_path, hub=Hub())
     manifest = await store.add_from_hub("me/tiny", piece_bytes=PIECE_BYTES)
     num_asked = 0
