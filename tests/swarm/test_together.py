@@ -200,7 +200,7 @@ def begin(start: Callable[[HomePlan], Home], root: Path, founder: Home | None, n
 @pytest.mark.parametrize(("count", "steps"), [(3, 640), (8, 640)])
 def test_homes_learn_what_one_run_on_all_their_data_learns(count: int, steps: int, tmp_path: Path) -> None:
     with homes() as start:
-        plan = {"steps": steps, "wait_for": count}
+        plan = {"steps": steps, "steps_of_run": steps, "wait_for": count}
         running = [begin(start, tmp_path, None, 0, **plan)]
         running += [begin(start, tmp_path, running[0], number, **plan) for number in range(1, count)]
         results = [home.finish() for home in running]
@@ -219,7 +219,7 @@ def test_whatever_five_of_eight_homes_do_the_others_learn(tmp_path: Path) -> Non
     """One is killed, one freezes for a while, one comes late, one sends NaN, and one 1000 times too much."""
     steps = 640
     with homes() as start:
-        plan = {"steps": steps, "wait_for": 7}
+        plan = {"steps": steps, "steps_of_run": steps, "wait_for": 7}
         first = begin(start, tmp_path, None, 0, **plan)
         honest = [first, *(begin(start, tmp_path, first, number, **plan) for number in (1, 2))]
         killed, frozen = (begin(start, tmp_path, first, number, **plan) for number in (3, 4))
@@ -228,7 +228,7 @@ def test_whatever_five_of_eight_homes_do_the_others_learn(tmp_path: Path) -> Non
         first.wait_for_round(4)
         killed.process.kill()
         os.kill(frozen.process.pid, signal.SIGSTOP)
-        late = begin(start, tmp_path, first, 7, steps=320)
+        late = begin(start, tmp_path, first, 7, steps=steps // 2, steps_of_run=steps)
         first.wait_for_round(12)
         os.kill(frozen.process.pid, signal.SIGCONT)
         results = [home.finish() for home in honest]

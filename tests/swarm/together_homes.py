@@ -39,6 +39,8 @@ class HomePlan:
     number: int
     """Decides which kind of text is here, and which examples of it."""
     steps: int
+    steps_of_run: int
+    """Steps of a home that is there from the beginning."""
     every: int = 32
     wait_for: int = 1
     fault: str = ""
@@ -115,7 +117,8 @@ def train(plan: HomePlan, say: Callable[[str], None]) -> dict[str, Any]:
         at = run.round
         for number in range(plan.steps):
             rows = rows_of(plan.number, number)
-            step(model, optimizer, rows, 1 - number / plan.steps)
+            done = max(number, run.round * plan.every) / plan.steps_of_run  # who comes late follows the run's schedule
+            step(model, optimizer, rows, 1 - done)
             run.count(rows.numel())
             if run.round != at:
                 at = run.round
