@@ -138,6 +138,8 @@ def main() -> int:
     texts = [text(number) for number in range(args.seed, args.seed + args.texts)]
     texts = [one for one in texts if args.only in (None, one.kind.value)]
     texts = [one for one in texts if args.disturbance in (None, one.disturbance.value)]
+    if not texts:
+        parser.error("these texts have no such disturbance: ask for more --texts, 96 for each kind with each")
     outcomes: list[Outcome] = []
     began_at = time.monotonic()
     with load(args.load):

@@ -24,6 +24,16 @@ class Command:
 
 
 COMMANDS = {
+    "up": Command(
+        "swarmllm.commands.up",
+        "offer this machine to the swarm of the network, or begin it",
+        "swarmllm up",
+    ),
+    "use": Command(
+        "swarmllm.commands.use",
+        "let the machines load a model together, and chat",
+        "swarmllm use MODEL",
+    ),
     "server": Command(
         "swarmllm.server.__main__",
         "serve some blocks of a model",

@@ -246,12 +246,12 @@ class SwarmConfig:
 class ClientConfig(SwarmConfig):
     """How a client uses servers."""
 
-    contributor_identity: str | None = None
+    contributor_identity: str | None = in_file(None)
     """Identity file of a server of yours that serves this model. Busy servers serve the clients of such servers first.
     All clients of one such server together have the share of one client."""
     allowed_servers: tuple[str, ...] | None = None
     """Peer ids of the only servers to use; None = any."""
-    blocked_servers: tuple[str, ...] = ()
+    blocked_servers: tuple[str, ...] = in_file(())
     """Peer ids of servers never to use."""
     connect_timeout_s: float = in_file(5.0)
     """Timeout for dialling one peer, in seconds. A dead peer fails in milliseconds. A frozen one fails at this timeout,
@@ -313,7 +313,7 @@ class ClientConfig(SwarmConfig):
     the bytes of bfloat16. "auto" uses int8 where it pays: for messages of 256 KiB or more over connections slower
     than 150 Mbit/s, and leaves the direction from servers to their own `--compression`. With `verify_fraction`,
     "auto" means "none"."""
-    head: str = "none"
+    head: str = in_file("none")
     """Rounding of the head's weights for writing text: none or int8. "none" is exact. "int8" reads half the memory of
     bfloat16 for each token, which pays for large vocabularies, and may change a token in rare places. It takes half as
     much memory in addition. Training uses the exact weights."""
@@ -396,7 +396,7 @@ class PeerConfig(SwarmConfig):
     relay: bool = True
     """Relay bytes between peers that can't reach each other. This peer relays only to servers that have asked it to.
     The bytes are encrypted from end to end."""
-    relay_mbps: float = 100.0
+    relay_mbps: float = in_file(100.0)
     """Most megabits a second to relay, for all peers together. Assumed: a home or a small machine can spare as much."""
     stop_on_stdin_eof: bool = field(default=False, metadata={"hidden": True})
     """Stop when standard input closes: ties a peer to the program that started it."""

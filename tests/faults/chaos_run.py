@@ -1,5 +1,6 @@
 """Runs the texts of one layout after one another and says how each went. Used by the benchmark and `test_chaos`."""
 
+import asyncio
 import faulthandler
 import random
 import signal
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from chaos_kinds import Progress, expected, same, work
@@ -106,11 +108,20 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def stacks() -> str:
-    """Stack traces of all threads."""
+    """Stack traces of all threads, and what each task waits for."""
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file)
         file.seek(0)
-        return file.read()
+        return "\n".join([file.read(), *map(waiting, list(asyncio.tasks._all_tasks))])  # type: ignore[attr-defined]
+
+
+def waiting(task: asyncio.Task[Any]) -> str:
+    """A task, and its awaits from the outermost to the innermost."""
+    places, awaited = [task.get_name()], task.get_coro()
+    while (frame := getattr(awaited, "cr_frame", None)) is not None:
+        places.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}")
+        awaited = awaited.cr_await  # type: ignore[union-attr]
+    return " > ".join(places)
 
 
 def where(error: BaseException) -> str:

@@ -250,15 +250,26 @@ async def test_a_member_that_floods_is_cut_off(
 async def test_a_member_that_does_not_read_is_cut_off(
     machines: Machines, honest: WeightStore, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It shows that it is alive, and its requests wait for answers that it doesn't take."""
     monkeypatch.setattr(weights, "SEND_S", 0.1)
     stream = await greeted(machines)
     assert stream._transport is not None
     stream._transport.pause_reading()
+    stream.start_keepalive(1e6)
     header = {"id": 0, "manifest": manifest.digest, "wants": "manifest"}
     for _ in range(1 + (8 << 20) // len(manifest.as_bytes())):
         await stream.send(MessageType.WEIGHTS, header, [])
+
+    async def show_life() -> None:
+        with suppress(SwarmError):
+            while True:
+                await stream.send(MessageType.PING, {"n": 1})
+                await asyncio.sleep(0.05)
+
+    alive = asyncio.create_task(show_life())
     await wait_until(lambda: not honest._takers.total())
     stream.abort()
+    await alive
 
 
 @in_module_loop

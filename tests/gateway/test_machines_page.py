@@ -307,6 +307,12 @@ def test_the_chat_page_follows_the_models(
     page.locator("#health").click()
     expect(page).to_have_url(f"{machines.url}/swarm?model=second")  # the servers of this model
     expect(page.locator("#table tbody tr")).to_have_count(2)
+    expect(page.locator("#join-card")).to_be_hidden()  # nobody starts servers by hand
+    expect(page.get_by_role("link", name="Machines")).to_be_visible()
+    change(*agent.offers, FakeOffer("third", **where))
+    wait_until(lambda: "third" in machines.gateway.models, "it is offered")
+    page.goto(f"{machines.url}/swarm?model=third")  # looking at its servers opens it
+    expect(page.locator("#table tbody tr")).to_have_count(2)
     page.goto(f"{machines.url}/?model={NAME}")
     expect(page.get_by_role("combobox", name="Model")).to_have_value(NAME)
     change()

@@ -239,12 +239,12 @@ def test_a_full_disk_is_told(directory: Path, monkeypatch: pytest.MonkeyPatch) -
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(offload.tempfile, "TemporaryFile", lambda **_: Full())
-    with pytest.raises(ConfigurationError, match=r"No space left on device\): make room there, or .* --cache_dir"):
+    with pytest.raises(ConfigurationError, match=r"No space left on device\): make room there, or .* SWARMLLM_CACHE"):
         load(directory, 2)
 
 
 def test_a_directory_that_cannot_be_made_is_told(directory: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"Not a directory.: make room there, or .* --cache_dir"):
+    with pytest.raises(ConfigurationError, match=r"Not a directory.: make room there, or .* SWARMLLM_CACHE"):
         load(directory, 2, offload_dir=directory / "config.json" / "offloaded")
 
 

@@ -2,58 +2,21 @@
 
     {"use": PLACE, "add": bool}   {"drop": NAME}   {"preview": PLACE}   {"invite": true}   {"prepare": NAME}
 
-Weights are read where they are: all machines of a test see the same files. The argument holds the settings:
- {"state": PATH, "invite": WORD | null, "models": [PATH, …], "config": {…}}.
+The argument holds the settings: {"state": PATH, "invite": WORD | null, "config": {…}}.
 """
 
 import asyncio
-import hashlib
 import json
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from swarmllm.command_line import run_command
 from swarmllm.errors import SwarmError
 from swarmllm.invite import read_invite
-from swarmllm.machines.agent import Agent, MachineConfig
+from swarmllm.machines.agent import Agent
+from swarmllm.machines.settings import MachineConfig
 from swarmllm.machines.state import StateDirectory
-
-
-@dataclass(frozen=True)
-class PlaceManifest:
-    name: str
-    digest: str
-
-
-class PlaceWeights:
-    """Stands for the store of weights where all machines have the same files."""
-
-    def __init__(self, places: Sequence[str]) -> None:
-        self._places = {digest_of(place): Path(place) for place in places}
-
-    async def add_local(self, place: str | Path) -> PlaceManifest:
-        self._places[digest_of(place)] = Path(place)
-        return PlaceManifest(Path(place).name, digest_of(place))
-
-    async def manifest(self, digest: str, givers: Callable[[], Sequence[Any]]) -> PlaceManifest:
-        return PlaceManifest(self._places[digest].name, digest)
-
-    async def fetch(self, manifest: PlaceManifest, span: Any, *, progress: Any, **_: Any) -> Path:
-        progress(1, 1, 0, 0)
-        return self._places[manifest.digest]
-
-    async def serve(self, stream: Any) -> None:
-        await stream.close()
-
-    def gives(self) -> tuple[str, ...]:
-        return ()
-
-
-def digest_of(place: str | Path) -> str:
-    return hashlib.sha256(str(place).encode()).hexdigest()
 
 
 async def obey(agent: Agent, order: dict[str, Any]) -> Any:
@@ -92,7 +55,6 @@ async def run() -> None:
     agent = await Agent.start(
         MachineConfig(**settings["config"]),
         StateDirectory(Path(settings["state"])),
-        lambda peer, swarm: PlaceWeights(settings["models"]),
         invite=read_invite(settings["invite"]) if settings["invite"] else None,
     )
     tasks = [asyncio.create_task(agent.run()), asyncio.create_task(show(agent))]

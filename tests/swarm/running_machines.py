@@ -18,12 +18,11 @@ SPEEDS = {"int8": 1e10, "q4_k": 1e10}
 class Machine:
     """One machine with a state directory of its own. To be used by `with`, which kills it if it still runs."""
 
-    def __init__(self, directory: Path, name: str, *, models: list[str], invite: str = "", **config: Any) -> None:
+    def __init__(self, directory: Path, name: str, *, invite: str = "", **config: Any) -> None:
         self.name, self.state = name, directory / name
         self._settings = {
             "state": str(self.state),
             "invite": invite or None,
-            "models": models,
             "config": {**CONFIG, "public_name": name, **config},
         }
         self.state.mkdir(exist_ok=True)

@@ -5,7 +5,10 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import huggingface_hub
+import numpy as np
 import pytest
+from gguf_writer import write_gguf
 from hub_stub import HubStub, Repository, running_hub, use_hub
 from machines import PIECE_BYTES, Machines
 from pytest_asyncio import fixture as in_loop
@@ -13,6 +16,7 @@ from tests.left_tasks import no_task_left_behind
 from tests.numerics.tiny_models import save_tiny
 
 from swarmllm.data_structures import Span
+from swarmllm.errors import ConfigurationError, CorruptWeightsError
 from swarmllm.machines import downloads
 from swarmllm.machines.downloads import Hub, Progress
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
@@ -75,6 +79,8 @@ def fresh_hub(hub: HubStub, monkeypatch: pytest.MonkeyPatch) -> HubStub:
     hub.sent.clear()
     hub.spoil = lambda _, data: data
     monkeypatch.setattr(downloads, "HUB_BYTES", 8 * PIECE_BYTES)
+    monkeypatch.setattr(downloads, "GREETED_S", 120.0)  # on a busy machine, neither is true of machines that are there
+    monkeypatch.setattr(downloads, "STALLED_S", 120.0)
     return hub
 
 
@@ -103,3 +109,123 @@ async def test_three_machines_download_a_model_once(machines: Machines, fresh_hu
         assert len({fingerprint(checkpoint), fingerprint(open_checkpoint(str(paths[0])))}) == 1
         for name, data in fresh_hub.repositories["me/tiny"].files.items():
             assert (path / name).read_bytes() == data
+
+
+async def test_a_machine_downloads_the_ranges_of_its_blocks(
+    machines: Machines, fresh_hub: HubStub, tmp_path: Path
+) -> None:
+    store = await machines.store(0, tmp_path, hub=Hub())
+    manifest = await store.add_from_hub("me/tiny", piece_bytes=512)
+    fresh_hub.sent.clear()
+    told: list[Progress] = []
+    path = await store.fetch(manifest, Span(1, 2), client=False, givers=list, progress=told.append)
+    assert fresh_hub.sent.total() == told[-1].bytes_from_hub == told[-1].total_bytes
+    assert told[-1].total_bytes < manifest.num_bytes(~manifest.none()) / 2
+    assert await store.fetch(manifest, Span(1, 2), client=False, givers=list) == path
+    assert fresh_hub.sent.total() == told[-1].bytes_from_hub
+    again = await machines.store(0, tmp_path, hub=Hub())
+    assert again.gives() == (manifest.digest,)
+    await again.fetch(manifest, Span(2, 3), client=False, givers=list, progress=told.append)
+    assert fresh_hub.sent.total() <= told[-1].total_bytes + told[-1].bytes_from_hub
+
+
+async def test_a_hub_that_fails_is_tried_again(
+    machines: Machines, fresh_hub: HubStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(downloads, "AGAIN_S", 0.01)
+    store = await machines.store(0, tmp_path, hub=Hub())
+    manifest = await store.add_from_hub("me/tiny", piece_bytes=PIECE_BYTES)
+    problems: list[str] = []
+
+    def progress(told: Progress) -> None:
+        if told.problem:
+            problems.append(told.problem)
+        if len(problems) > 2:
+            fresh_hub.spoil = lambda _, data: data
+
+    fresh_hub.spoil = lambda _, data: data[: len(data) // 2]
+    path = await store.fetch(manifest, Span(0, 4), client=True, givers=list, progress=progress)
+    assert all("can't be read from the hub" in problem or "sends only" in problem for problem in problems)
+    for name, data in fresh_hub.repositories["me/tiny"].files.items():
+        assert (path / name).read_bytes() == data
+
+
+async def test_files_that_are_not_what_the_hub_says_are_fetched_again(
+    machines: Machines, fresh_hub: HubStub, tmp_path: Path
+) -> None:
+    """Nobody knows digests of their pieces, but the hub tells one of the whole file."""
+    liar, store = [await machines.store(number, tmp_path, hub=Hub()) for number in range(2)]
+    manifest = await liar.add_from_hub("me/tiny", piece_bytes=PIECE_BYTES)
+    await liar.fetch(manifest, Span(0, 4), client=True, givers=list)
+    holding = liar._models[manifest.digest]
+    holding.read = lambda piece: (  # type: ignore[method-assign]
+        bytes(place.num_bytes)
+        if (place := manifest.place(piece)).file.name.endswith(".safetensors") and place.start
+        else type(holding).read(holding, piece)
+    )
+    told: list[Progress] = []
+    path = await store.fetch(manifest, Span(0, 4), client=True, givers=machines.givers(0), progress=told.append)
+    assert told[-1].bytes_from_machines
+    assert told[-1].bytes_from_hub
+    for name, data in fresh_hub.repositories["me/tiny"].files.items():
+        assert (path / name).read_bytes() == data
+
+
+async def test_a_hub_with_wrong_bytes_is_one_error(machines: Machines, fresh_hub: HubStub, tmp_path: Path) -> None:
+    store = await machines.store(0, tmp_path, hub=Hub())
+    manifest = await store.add_from_hub("me/tiny", piece_bytes=PIECE_BYTES)
+    fresh_hub.spoil = lambda name, data: data[:-1] + b"x" if name.startswith("model-00003") else data
+    with pytest.raises(CorruptWeightsError, match=r"model-00003\S+ of me/tiny isn't what the hub says"):
+        await store.fetch(manifest, Span(0, 4), client=True, givers=list)
+
+
+async def test_a_model_of_the_hub_that_a_machine_has_comes_from_there(
+    machines: Machines, fresh_hub: HubStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the hub's cache of its user, it needs no digests; others take it from there."""
+    monkeypatch.setenv("SWARMLLM_CACHE", str(tmp_path / "cache"))
+    first, second = [await machines.store(number, tmp_path, hub=Hub()) for number in range(2)]
+    for name in fresh_hub.repositories["me/tiny"].files:
+        snapshot = Path(huggingface_hub.hf_hub_download("me/tiny", name, cache_dir=tmp_path / "cache")).parent
+    fresh_hub.sent.clear()
+    manifest = await first.add_from_hub("me/tiny", piece_bytes=PIECE_BYTES)
+    assert await first.fetch(manifest, Span(0, 4), client=True, givers=list) == snapshot
+    looked_at = fresh_hub.sent.total()
+    with_digests = await first.add_local(snapshot, piece_bytes=PIECE_BYTES)
+    assert with_digests.commit == manifest.commit
+    monkeypatch.setenv("SWARMLLM_CACHE", str(tmp_path / "another"))
+    for one in (manifest, with_digests):
+        path = await second.fetch(one, Span(0, 4), client=True, givers=machines.givers(0))
+        for name, data in fresh_hub.repositories["me/tiny"].files.items():
+            assert (path / name).read_bytes() == data
+    assert fresh_hub.sent.total() == looked_at
+
+
+async def test_without_a_hub(machines: Machines, fresh_hub: HubStub, tmp_path: Path) -> None:
+    store = await machines.store(0, tmp_path, hub=Hub())
+    with pytest.raises(ConfigurationError, match="'me/nothing' can't be found on the hub"):
+        await store.add_from_hub("me/nothing")
+    huggingface_hub.constants.HF_HUB_OFFLINE = True
+    try:
+        with pytest.raises(ConfigurationError, match="'me/tiny' can't be found on the hub"):
+            await store.add_from_hub("me/tiny")
+    finally:
+        huggingface_hub.constants.HF_HUB_OFFLINE = False
+    store = await machines.store(0, tmp_path)
+    with pytest.raises(ConfigurationError, match="this machine doesn't use the hub"):
+        await store.add_from_hub("me/tiny")
+
+
+async def test_gguf_from_the_hub(machines: Machines, fresh_hub: HubStub, tmp_path: Path) -> None:
+    settings = {"general.architecture": "llama", "tokenizer.ggml.tokens": ["x" * 1000] * 3000}
+    rows = np.arange(64 * 32, dtype=np.float32).reshape(64, 32)
+    data = write_gguf(tmp_path / "m.gguf", settings, {"rope_freqs.weight": (0, rows[0]), "x": (0, rows)}).read_bytes()
+    fresh_hub.repositories["me/gguf"] = Repository({"Q4/m.gguf": data, "README.md": b"x"}, commit="d" * 40)
+    store = await machines.store(0, tmp_path, hub=Hub())
+    manifest = await store.add_from_hub("me/gguf", piece_bytes=PIECE_BYTES)
+    assert (manifest.gguf, manifest.folder, manifest.name) == ("m.gguf", "Q4", "me/gguf/m.gguf")
+    (file,) = manifest.files
+    assert file.size == len(data)
+    assert len(data) - rows.nbytes - 200 < file.always[0][1] < len(data) - rows.nbytes
+    start, end = file.always[1]
+    assert data[start:end] == rows[0].tobytes()

@@ -38,7 +38,7 @@ def written(machine: Machine, tokens: int = 12) -> list[int]:
 
 def test_machines_share_a_model_and_follow_who_comes_and_goes(tmp_path: Path, running: ExitStack) -> None:
     def start(name: str, invite: str = "") -> Machine:
-        return running.enter_context(Machine(tmp_path, name, models=[MODEL], invite=invite, max_memory=THREE_BLOCKS))
+        return running.enter_context(Machine(tmp_path, name, invite=invite, max_memory=THREE_BLOCKS))
 
     a = start("a")
     invite = a.tell(invite=True)
@@ -52,6 +52,10 @@ def test_machines_share_a_model_and_follow_who_comes_and_goes(tmp_path: Path, ru
     blocks = online(a.picture, NAME)
     assert covered(blocks)
     assert len(blocks) == 3
+    for machine in a.picture["machines"]:
+        (hosted,) = machine["hosted"]  # b has the whole model, the others took their pieces from it
+        assert (hosted["bytes_from_machines"] > 0) == (machine["name"] != "b")
+        assert hosted["bytes_from_hub"] == 0
     text = written(a)
     # A fourth machine joins, and takes blocks as well. The others keep theirs.
     d = start("d", c.tell(invite=True))

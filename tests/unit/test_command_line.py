@@ -30,6 +30,8 @@ from swarmllm.commands.generate import parse_prompt
 from swarmllm.commands.models import ModelsConfig
 from swarmllm.commands.status import StatusConfig
 from swarmllm.commands.status import build_parser as status_parser
+from swarmllm.commands.up import UpConfig
+from swarmllm.commands.use import UseConfig
 from swarmllm.config import ClientConfig
 from swarmllm.demo.__main__ import DemoConfig
 from swarmllm.demo.local_swarm import embedded_model_path
@@ -106,6 +108,8 @@ def test_commands_have_no_more_flags_than_people_can_learn() -> None:
         (["--ban-s=15"], "ban_s = 15"),
         (["--no_push"], "push = false"),
         (["--compute_padding"], "compute_padding = true"),
+        (["--blocked_servers", "a", "b"], 'blocked_servers = ["a", "b"]'),
+        (["--head", "int8"], 'head = "int8"'),
         (["--dry_sequence_breakers", "a", "b", "--seed", "1"], 'dry_sequence_breakers = ["a", "b"]'),
         (["--verify_fraction"], "verify_fraction = …"),
     ],
@@ -156,6 +160,8 @@ def test_imports_that_take_seconds_are_announced(name: str) -> None:
 
 
 CONFIGS = {
+    "up": UpConfig,
+    "use": UseConfig,
     "server": ServerConfig,
     "dht": DhtConfig,
     "generate": TextConfig,
@@ -169,6 +175,7 @@ CONFIGS = {
     "demo": DemoConfig,
 }
 NOT_SETTINGS = {"help", "config"}
+POSITIONAL = {"generate": "prompt", "up": "invite", "use": "model"}
 WITHOUT_FLAG = {"swarm_name", "machine", "peers_beside"}
 """Only an invite brings the first, and whoever starts a server for each device the others."""
 NOT_ASKED = {
@@ -186,8 +193,8 @@ def test_flags_are_the_fields_and_say_what_their_docstrings_say(name: str) -> No
     parser.format_help()
     explained = {key: text for owner in reversed(config.__mro__[:-1]) for key, text in docstrings(owner).items()}
     actions = {action.dest: action for action in parser._actions if action.dest not in NOT_SETTINGS}
-    if name == "generate":
-        del actions["prompt"]
+    if name in POSITIONAL:
+        del actions[POSITIONAL[name]]
     wanted = {one.name: one for one in fields(config) if one.name not in WITHOUT_FLAG | NOT_ASKED.get(name, set())}
     assert actions.keys() == wanted.keys()
     for key, one in wanted.items():
@@ -336,11 +343,10 @@ def test_without_a_prompt_all_are_addresses() -> None:
     config, prompt = parse_prompt(["--model", "m", "--initial-peers", PEER, OTHER])
     assert (config.initial_peers, prompt) == ((PEER, OTHER), None)
     peer_id = PEER.rpartition("/")[2]
-    for flag in ("--allowed_servers", "--blocked_servers"):
-        config, prompt = parse_prompt(["--model", "m", flag, peer_id, peer_id, "Once"])
-        assert (getattr(config, flag[2:]), prompt) == ((peer_id, peer_id), "Once")
-        config, prompt = parse_prompt(["--model", "m", flag, peer_id, peer_id])
-        assert (getattr(config, flag[2:]), prompt) == ((peer_id, peer_id), None)
+    config, prompt = parse_prompt(["--model", "m", "--allowed_servers", peer_id, peer_id, "Once"])
+    assert (config.allowed_servers, prompt) == ((peer_id, peer_id), "Once")
+    config, prompt = parse_prompt(["--model", "m", "--allowed_servers", peer_id, peer_id])
+    assert (config.allowed_servers, prompt) == ((peer_id, peer_id), None)
 
 
 def test_the_environment_names_peers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,12 +154,13 @@ def test_the_name_of_a_private_swarm_comes_from_the_invite() -> None:
         parse_dht(["--private"])
 
 
-def test_a_bootstrap_peer_knows_the_peers_of_its_invite() -> None:
+def test_a_bootstrap_peer_knows_the_peers_of_its_invite(tmp_path: Path) -> None:
+    (tmp_path / "dht.toml").write_text("relay_mbps = 7")
     config, invite = parse_dht(["--initial_peers", str(PRIVATE)])
     assert invite is None
     assert relay_rules(config) == RelayRules(servers=("s1", "s2"), clients=("c1",))
     config, invite = parse_dht(
-        ["--initial_peers", str(PRIVATE), "--invite", "--relay_mbps", "7", "--allowed_clients", "c2"]
+        ["--initial_peers", str(PRIVATE), "--invite", "--config", str(tmp_path / "dht.toml"), "--allowed_clients", "c2"]
     )
     assert invite == Invite(initial_peers=PEERS, allowed_servers=("s1", "s2"), allowed_clients=("c2",))
     assert relay_rules(config) == RelayRules(mbps=7.0, servers=("s1", "s2"), clients=("c2",))

@@ -51,8 +51,11 @@ async def test_pieces_that_others_have_or_fetch_are_left_to_them() -> None:
     assert not board.from_hub("first", ~none, 0.0)[:1000].any()
     board.told("second", none, first_half, none)
     assert not board.from_hub("first", ~none, 0.0)[:1000].any()
-    board.told("second", none, none, none)
-    board.told("third", none, none, none)
+    for other in ("second", "third"):
+        board.told(other, none, none, none)  # an answer may be older than the question before it
+    assert np.array_equal(board.from_hub("first", ~none, 0.0), own)
+    for other in ("second", "third"):
+        board.wants_of(other, none)
     assert board.from_hub("first", ~none, 0.0).all()
     assert not own.all()
 
@@ -72,7 +75,7 @@ async def test_a_taker_that_leaves_is_forgotten() -> None:
         board.joined("second")
         board.wants_of("second", ~MANIFEST.none())
     board.left("second")
-    assert board.peers["second"].wants.all()
+    assert board.peers["second"].asked_for.all()
     board.left("second")
     assert not board.peers
 

@@ -1,5 +1,7 @@
 """Commands without a room of their own. `swarmllm X` and `python -m swarmllm X` run `main(argv)` of one of them.
 
+up               this machine in a swarm that plans itself
+use              tells the machines which models to serve
 dht              a bootstrap peer; invites
 generate         text in the terminal
 chat             a conversation in the terminal

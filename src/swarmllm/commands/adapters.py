@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from swarmllm.command_line import Parser, run_program
-from swarmllm.config import default_cache_dir, hub_token, require_positive
+from swarmllm.config import default_cache_dir, hub_token, in_file, require_positive
 from swarmllm.data_structures import printable
 from swarmllm.errors import ConfigurationError, SwarmError
 from swarmllm.files import user_path
@@ -49,7 +49,7 @@ class Search:
     fingerprint."""
     task: str | None = None
     """Task, by the hub's name, such as text-classification; None = any."""
-    limit: int = 50
+    limit: int = in_file(50)
     """Most repositories to list."""
     token: str | None = field(default_factory=hub_token, repr=False)
     """Hub token, for private repositories."""

@@ -126,7 +126,8 @@ class Gateway(Routes):
             self.watches.pop(model).stop()
         for model in self.models:
             if model not in self.watches:
-                watch = SwarmWatch(model.swarm.swarm, model.name, self.metrics, model.about())
+                may_join = self.machines is None  # machines start servers by themselves
+                watch = SwarmWatch(model.swarm.swarm, model.name, self.metrics, model.about(), may_join=may_join)
                 self.watches[model] = watch
                 if self._is_watching:
                     watch.start()

@@ -54,8 +54,10 @@ MAX_DIALS = 16
 class SwarmWatch:
     """From `start` to `stop`, `as_json` is up to date."""
 
-    def __init__(self, view: SwarmView, name: str, metrics: GatewayMetrics, about: dict[str, Any]) -> None:
-        """`about`: facts of the model, for people."""
+    def __init__(
+        self, view: SwarmView, name: str, metrics: GatewayMetrics, about: dict[str, Any], *, may_join: bool = True
+    ) -> None:
+        """`about`: facts of the model, for people. `may_join`: people start its servers one by one."""
         self._view = view
         self._name = name
         self._metrics = metrics
@@ -69,8 +71,8 @@ class SwarmWatch:
         peers = view.config.initial_peers or ()
         # Without addresses, a server finds the swarm on the local network.
         server = ["swarmllm", "server", "--model", view.model_place, *(["--initial_peers", *peers] if peers else [])]
-        self._beside = {"join": shlex.join(server), "about": about}
-        """Shown beside the picture: the command that adds a server, and facts of the model."""
+        self._beside = {"join": shlex.join(server) if may_join else None, "about": about}
+        """Shown beside the picture: the command that adds a server, or None; and facts of the model."""
         self._shown = self._render()
 
     def as_json(self) -> tuple[str, bytes]:

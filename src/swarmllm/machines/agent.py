@@ -13,16 +13,17 @@ import asyncio
 import logging
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from swarmllm.config import address_book_path, in_file, require_positive
+from swarmllm.config import address_book_path, default_cache_dir, hub_token
 from swarmllm.data_structures import ServerInfo, ServerState, Span
 from swarmllm.errors import ConfigurationError, PeerUnreachableError, SwarmError
+from swarmllm.files import user_path
 from swarmllm.invite import Invite
 from swarmllm.machines.catalogue import (
     NEAR,
@@ -31,6 +32,9 @@ from swarmllm.machines.catalogue import (
     answer,
     entries,
     entry_of,
+    known_checkpoint,
+    known_models,
+    models_to_list,
     this_machine,
 )
 from swarmllm.machines.decisions import (
@@ -47,7 +51,8 @@ from swarmllm.machines.decisions import (
     present_plan,
     span_bytes,
 )
-from swarmllm.machines.hosting import Hosting, Hostings, Weights
+from swarmllm.machines.downloads import Hub
+from swarmllm.machines.hosting import Hosting, Hostings
 from swarmllm.machines.membership import (
     JOIN_PROTOCOL,
     SECOND_LOOK_S,
@@ -67,14 +72,16 @@ from swarmllm.machines.records import (
     newest,
     sign_command,
 )
+from swarmllm.machines.settings import MachineConfig
 from swarmllm.machines.state import StateDirectory
+from swarmllm.machines.weights import Giver, Progress, WeightStore
 from swarmllm.network.p2p.addresses import best_addrs, check_port_is_free
 from swarmllm.network.p2p.block_directory import BlockDirectory, Register, machines_key
 from swarmllm.network.p2p.discovery import LanAnnouncement, find_machines, initial_peers_of, lan_addresses
 from swarmllm.network.p2p.identity import Identity
 from swarmllm.network.p2p.peer import Peer
 from swarmllm.network.relay.service import RelayRules
-from swarmllm.server.settings import ServerConfig, memory_limit_bytes, require_device
+from swarmllm.server.settings import ServerConfig
 from swarmllm.swarm.planning import Plan, PlannedModel, loaded_bytes, missing_bytes
 from swarmllm.version import __version__
 
@@ -94,51 +101,6 @@ SPARE_BYTES = 64 << 20
 """More memory for each server: pages of prompts, adapters, scratch."""
 RECOVER_S = 20.0
 """Seconds between two looks for other members on the local network, while there are none."""
-NAME_CHARS = 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class MachineConfig:
-    """This machine."""
-
-    max_memory: str | None = None
-    """Most memory to offer for blocks and KV caches: in GB, like 12, or a share, like 50%. None = 80 % of the free
-    memory at the start."""
-    nice: bool = False
-    """Give way to the owner's other programs, as servers do."""
-    device: tuple[str, ...] = ("auto",)
-    """Torch devices; auto = all GPUs if there are any, else cpu."""
-    public_name: str | None = None
-    """Name of this machine for people; 64 characters at most. None = the host's name."""
-    private: bool = False
-    """Found a private swarm: machines join by an invite only. Without it, machines of the local network join by
-    themselves, so everybody there can become a member."""
-    upload_mbps: float = 200.0
-    """Most megabits a second of weights to send to other machines, for all of them together."""
-    share_weights: bool = True
-    """Give weights of models to the other machines of the swarm."""
-    lan_discovery: bool = True
-    """Look for the swarm on the local network, and announce it there."""
-    host_maddrs: tuple[str, ...] = in_file(("/ip4/0.0.0.0/tcp/0",))
-    """Multiaddresses to listen on for the other machines."""
-
-    def __post_init__(self) -> None:
-        require_positive(self, "upload_mbps")
-        if self.max_memory is not None:
-            memory_limit_bytes(self.max_memory, 1 << 50)
-        for name in self.device:
-            if name != "auto":
-                require_device(name)
-        if not self.device or ("auto" in self.device and len(self.device) > 1):
-            raise ConfigurationError("name each device, or leave --device out for all")
-        if self.public_name is not None and not 0 < len(self.public_name) <= NAME_CHARS:
-            raise ConfigurationError(f"public_name must have 1 to {NAME_CHARS} characters")
-
-    @property
-    def name(self) -> str:
-        import socket
-
-        return self.public_name or socket.gethostname()[:NAME_CHARS]
 
 
 @dataclass(frozen=True)
@@ -179,14 +141,6 @@ def measure_offer(config: MachineConfig, state: StateDirectory) -> Offer:
         slowest.ms_per_block,
         tuple(slowest.format_bytes_per_s.items()),
     )
-
-
-@dataclass(frozen=True)
-class Giver:
-    """A machine that gives pieces of a model."""
-
-    peer_id: str
-    addrs: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -241,10 +195,11 @@ class Agent:
         swarm: Membership,
         peer: Peer,
         identity: Identity,
-        store: Weights,
     ) -> None:
         self.config, self.swarm, self.peer = config, swarm, peer
-        self._state, self._identity, self._store = state, identity, store
+        self._state, self._identity = state, identity
+        self._member = membership(identity.peer_id, swarm.key)
+        self._store = _open_store(config, state, peer, swarm, self._member)
         self.changed = asyncio.Event()
         """Set when `picture` or `offered` has changed. Readers clear it."""
         self.page = ""
@@ -266,7 +221,6 @@ class Agent:
         self._register = Register(peer, machines_key(swarm.swarm_id), MachineRecord)
         self._directory = BlockDirectory(peer, swarm.swarm_id)
         self._published: tuple[MachineRecord, float] | None = None
-        self._member = membership(identity.peer_id, swarm.key)
         self._round_trips: dict[str, float] = {}
         self._catalogue: tuple[float, list[Entry]] | None = None
         self._look_now = asyncio.Event()
@@ -285,7 +239,6 @@ class Agent:
         cls,
         config: MachineConfig,
         state: StateDirectory,
-        make_store: Callable[[Peer, Membership], Weights],
         *,
         invite: Invite | None = None,
     ) -> "Agent":
@@ -303,25 +256,32 @@ class Agent:
 
         found = await find_membership(state, join, invite=invite, private=config.private, name=config.name)
         is_new = not found.initial_peers and not state.commands()
-        agent = cls(config, state, found, await _member_peer(config, state, found), identity, None)  # type: ignore[arg-type]
+        agent = cls(config, state, found, await _member_peer(config, state, found), identity)
         try:
-            await agent._open_doors(make_store)
+            await agent._open_doors()
             if is_new and found.is_open and config.lan_discovery and lan_addresses(agent.peer.addrs)[0]:
                 other = await agent._look_for_an_older_swarm()
                 if other is not None:
                     await agent.close()
                     state.enter_swarm(other.key, name=other.name, is_open=other.is_open)
                     peer = await _member_peer(config, state, other)
-                    agent = cls(config, state, other, peer, identity, None)  # type: ignore[arg-type]
-                    await agent._open_doors(make_store)
+                    agent = cls(config, state, other, peer, identity)
+                    await agent._open_doors()
         except BaseException:
             await agent.close()
             raise
         return agent
 
-    async def _open_doors(self, make_store: Callable[[Peer, Membership], Weights]) -> None:
-        """Let other machines in, and let members take weights."""
-        self._store = make_store(self.peer, self.swarm)
+    async def _open_doors(self) -> None:
+        """Let other machines in, and let members take weights.
+
+        Raises:
+            ConfigurationError: the store of weights can't be read.
+        """
+        try:
+            await self._store.start()
+        except OSError as error:
+            raise ConfigurationError(f"{self._state.weights_path} can't be used: {error.strerror}") from None
         await self.peer.serve_protocol(JOIN_PROTOCOL, Doorkeeper(self.swarm).serve)
         await self.peer.serve_streams(self._store.serve)
         self._lan.start()
@@ -457,14 +417,9 @@ class Agent:
     async def _learn(self, model: _Model) -> None:
         """Get the sizes of a model from its manifest."""
         try:
-            manifest = await self._store.manifest(model.wanted.manifest, partial(self._givers, model.wanted.manifest))
-            place = await self._store.fetch(
-                manifest,
-                None,
-                client=False,
-                givers=partial(self._givers, model.wanted.manifest),
-                progress=lambda *_: None,
-            )
+            givers = partial(self._givers, model.wanted.manifest)
+            manifest = await self._store.manifest(model.wanted.manifest, givers())
+            place = await self._store.fetch(manifest, None, client=False, givers=givers)
             entry, model.fingerprint = await asyncio.to_thread(_sizes_and_fingerprint, model.wanted.name, place)
             model.entry, model.problem = entry, entry.problem
         except SwarmError as error:
@@ -548,10 +503,10 @@ class Agent:
         """Bring the weights of a server here."""
         target = hosting.target
         givers = partial(self._givers, target.manifest)
-        manifest = await self._store.manifest(target.manifest, givers)
+        manifest = await self._store.manifest(target.manifest, givers())
 
-        def progress(*counts: int) -> None:
-            hosting.took(*counts)
+        def progress(now: Progress) -> None:
+            hosting.took(now)
             self.changed.set()
 
         return await self._store.fetch(manifest, target.span, client=False, givers=givers, progress=progress)
@@ -603,7 +558,7 @@ class Agent:
             ms_per_block=offer.ms_per_block,
             round_trips=tuple(sorted(self._round_trips.items()))[:16],
             hosted=self._hosted(),
-            gives=self._store.gives()[:16] if self.config.share_weights else (),
+            gives=self._store.gives(),
             command=self._command,
             page=self.page,
             version=__version__,
@@ -668,8 +623,8 @@ class Agent:
 
     async def _bring(self, model: _Model) -> Path:
         givers = partial(self._givers, model.wanted.manifest)
-        manifest = await self._store.manifest(model.wanted.manifest, givers)
-        return await self._store.fetch(manifest, None, client=True, givers=givers, progress=lambda *_: None)
+        manifest = await self._store.manifest(model.wanted.manifest, givers())
+        return await self._store.fetch(manifest, None, client=True, givers=givers)
 
     # Commands
 
@@ -679,15 +634,45 @@ class Agent:
         Raises:
             SwarmError: it can't be found or served, or there are too many.
         """
-        name, place = await asyncio.to_thread(_find_model, model)
-        manifest = await self._store.add_local(place)
-        new = Wanted(name=name, manifest=manifest.digest)
+        new = await self._add_model(model)
         kept = tuple(one for one in self.wanted if one.manifest != new.manifest) if add else ()
-        if any(one.name == name for one in kept):
-            raise ConfigurationError(f"the swarm serves another model of the name {name!r}: drop that one first")
+        if any(one.name == new.name for one in kept):
+            raise ConfigurationError(f"the swarm serves another model of the name {new.name!r}: drop that one first")
         if len(kept) >= MAX_WANTED:
             raise ConfigurationError(f"the swarm serves {MAX_WANTED} models already: drop one first")
-        return await self._give((*kept, new), f"{'add' if add else 'use'} {name}")
+        return await self._give((*kept, new), f"{'add' if add else 'use'} {new.name}")
+
+    async def _add_model(self, model: str) -> Wanted:
+        """Find a model: on this machine, among those of earlier commands, or on the hub.
+
+        Raises:
+            SwarmError: it can't be found or served.
+        """
+        place = await asyncio.to_thread(_place_of, model)
+        if place is not None:
+            try:
+                manifest = await self._store.add_local(place)
+            except ConfigurationError:
+                if place == model:  # else the hub's cache has only a part of it
+                    raise
+            else:
+                name = manifest.name if place == model else model
+                return await self._checked(Wanted(name=name, manifest=manifest.digest))
+        for command in reversed(self._commands):
+            for one in command.wanted:
+                if one.name == model:
+                    return one
+        manifest = await self._store.add_from_hub(model)
+        return await self._checked(Wanted(name=model, manifest=manifest.digest))
+
+    async def _checked(self, wanted: Wanted) -> Wanted:
+        """Raises: ConfigurationError: swarmllm can't serve it."""
+        manifest = await self._store.manifest(wanted.manifest, ())
+        place = await self._store.fetch(manifest, None, client=False, givers=list)
+        entry, _ = await asyncio.to_thread(_sizes_and_fingerprint, wanted.name, place)
+        if entry.sizes is None:
+            raise ConfigurationError(f"{wanted.name} can't be served: {entry.problem}")
+        return wanted
 
     async def drop(self, name: str) -> dict[str, Any]:
         """Let the swarm serve a model no more.
@@ -709,7 +694,7 @@ class Agent:
         signed = sign_command(command, self.swarm.key, self._identity)
         self._follow(newest((self._command, signed), self.swarm.swarm_id))
         self._look_now.set()
-        return {"number": number, "what": what}
+        return {"number": number, "what": what, "wanted": [one.model_dump() for one in wanted]}
 
     # Plans for people
 
@@ -850,6 +835,20 @@ class Agent:
 # --- parts
 
 
+def _open_store(
+    config: MachineConfig, state: StateDirectory, peer: Peer, swarm: Membership, member: str
+) -> WeightStore:
+    return WeightStore(
+        state.weights_path,
+        peer,
+        swarm_id=swarm.swarm_id,
+        member=member,
+        upload_mbps=config.upload_mbps,
+        shares=config.share_weights,
+        hub=Hub(token=hub_token()),
+    )
+
+
 @asynccontextmanager
 async def _asking_peer(config: MachineConfig, state: StateDirectory) -> AsyncIterator[Peer]:
     """A peer that asks members of another swarm to let this machine in."""
@@ -916,31 +915,24 @@ def _read_targets(state: StateDirectory) -> list[Target]:
     return found
 
 
-def _find_model(model: str) -> tuple[str, str | Path]:
-    """The name of a model for people, and its place: a hub id, or a path."""
-    name, _, place = _opened(model)
-    return name, place
+def _place_of(model: str) -> str | None:
+    """The place of a model on this machine: the path itself, or that of a name of the catalogue."""
+    if model in (known := dict(models_to_list(()))):
+        return known[model]
+    return model if user_path(model).exists() else None
 
 
 def _entry_of_model(model: str) -> tuple[str, Entry]:
-    name, checkpoint, _ = _opened(model)
-    return name, entry_of(name, checkpoint, is_here=True)
-
-
-def _opened(model: str) -> tuple[str, Any, str | Path]:
-    """Open a model by a hub id, a path, or a name of the catalogue.
-
-    Raises:
-        SwarmError: there is no such model.
-    """
-    from swarmllm.config import default_cache_dir
-    from swarmllm.machines.catalogue import models_to_list
+    """The sizes of a model by its name or path. Only its config may come from the hub."""
     from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 
-    place = dict(models_to_list(())).get(model, model)
+    if model in known_models() and _place_of(model) is None:
+        with known_checkpoint(model) as known:
+            return model, entry_of(model, known, is_here=False)
+    place = _place_of(model) or model
     checkpoint = open_checkpoint(place, cache_dir=default_cache_dir())
-    name = model if place != model else checkpoint.public_name
-    return name, checkpoint, place
+    name = checkpoint.public_name if place == model else model
+    return name, entry_of(name, checkpoint, is_here=True)
 
 
 def _sizes_and_fingerprint(name: str, place: Path) -> tuple[Entry, str]:

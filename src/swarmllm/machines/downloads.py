@@ -13,7 +13,7 @@ import asyncio
 import hashlib
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -206,6 +206,9 @@ class PeerPieces:
     has: Pieces
     claims: Pieces
     wants: Pieces
+    """Pieces that it wants from the hub, by its answers."""
+    asked_for: Pieces
+    """The same by its own questions. Answers and questions come on two streams, so either may be older."""
     moved_at: float
     """Time at which `has` or `claims` changed."""
     joined_at: float = 0.0
@@ -256,15 +259,15 @@ class Board:
         none = self.manifest.none
         if peer_id not in self.peers:
             now = asyncio.get_running_loop().time()
-            self.peers[peer_id] = PeerPieces(none(), none(), none(), now)
+            self.peers[peer_id] = PeerPieces(none(), none(), none(), none(), now)
         return self.peers[peer_id]
 
     def wants_of(self, peer_id: str, wants: Pieces) -> None:
         """Note the pieces that a taker wants from the hub."""
         peer = self.of(peer_id)
-        if not peer.wants.any():
+        if not peer.asked_for.any():
             peer.moved_at = asyncio.get_running_loop().time()
-        peer.wants = wants
+        peer.asked_for = wants
         self.notify()
 
     def joined(self, peer_id: str) -> None:
@@ -280,7 +283,7 @@ class Board:
         peer.num_streams -= 1
         if peer.num_streams:
             return
-        peer.wants = self.manifest.none()
+        peer.asked_for = self.manifest.none()
         if not peer.is_linked:
             del self.peers[peer_id]
         self.notify()
@@ -298,7 +301,8 @@ class Board:
         peer = self.peers.get(peer_id)
         if peer is None:
             return
-        peer.is_linked, peer.has, peer.claims = False, self.manifest.none(), self.manifest.none()
+        peer.is_linked, none = False, self.manifest.none
+        peer.has, peer.claims, peer.wants = none(), none(), none()
         if not peer.num_streams:
             del self.peers[peer_id]
         self.notify()
@@ -311,7 +315,8 @@ class Board:
         for peer_id, peer in self.peers.items():
             found &= ~peer.has
             if now - peer.moved_at < STALLED_S:
-                found &= ~(peer.claims | (peer.wants & (_scores(peer_id, groups) < own)))
+                wants = peer.wants | peer.asked_for
+                found &= ~(peer.claims | (wants & (_scores(peer_id, groups) < own)))
         return found
 
 
@@ -389,6 +394,7 @@ class Download:
                 all_greeted = self._greeted >= {peer_id for peer_id in known if self._may_ask(peer_id)}
                 if self._hub is not None and not from_hub and (all_greeted or self._now() > begin + GREETED_S):
                     from_hub = [asyncio.create_task(self._take_from_hub(self._hub)) for _ in range(HUB_READS)]
+                self._say_if_alone(known)
                 await self._board.change(LOOK_S)
             if self._failure is not None:
                 raise self._failure
@@ -398,6 +404,12 @@ class Download:
             for task in (*tasks.values(), *from_hub):
                 task.cancel()
             await asyncio.gather(*tasks.values(), *from_hub, return_exceptions=True)
+
+    def _say_if_alone(self, known: Mapping[str, Giver]) -> None:
+        problem = "" if known or self._hub else f"no machine gives {self._model.manifest.name} at present"
+        if not self._hub and problem != self._problem:
+            self._problem = problem
+            self._tell()
 
     def _may_ask(self, peer_id: str) -> bool:
         """False for a while after it has failed, unless it came here meanwhile."""

@@ -68,6 +68,10 @@ class WholeModel(Holding):
     def place(self) -> Path:
         return self._model.directory / self.manifest.gguf
 
+    def is_unchanged(self) -> bool:
+        """True if the files look as they did when they were read."""
+        return self._model.is_unchanged()
+
     def read(self, piece: int) -> bytes | None:
         place = self.manifest.place(piece)
         if place.file.name == SAMPLES:

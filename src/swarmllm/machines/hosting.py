@@ -13,15 +13,15 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
-from swarmllm.data_structures import Span, printable
+from swarmllm.data_structures import printable
 from swarmllm.errors import SwarmError
 from swarmllm.machines.decisions import Child, Target
 from swarmllm.machines.records import Hosted
+from swarmllm.machines.weights import Progress
 from swarmllm.server.devices import JOIN_LINE, run_server_process
 from swarmllm.server.settings import ServerConfig
 
@@ -35,31 +35,6 @@ PAUSE_S = 2.0
 """Seconds before a server that ended by itself starts again."""
 _SERVING = re.compile(r"^swarmllm: serving blocks \[\d+, \d+\) of .* as (\S+)$")
 _LOG_LINE = re.compile(r"^\d\d:\d\d:\d\d \w+ ")
-
-
-class Giver(Protocol):
-    """A machine that gives pieces of a model."""
-
-    peer_id: str
-    addrs: Sequence[str]
-
-
-class Weights(Protocol):
-    """The store of weights, as this room uses it (`machines/weights`)."""
-
-    async def add_local(self, place: str | Path) -> Any: ...
-    async def manifest(self, digest: str, givers: Callable[[], Sequence[Any]]) -> Any: ...
-    async def fetch(
-        self,
-        manifest: Any,
-        span: Span | None,
-        *,
-        client: bool,
-        givers: Callable[[], Sequence[Any]],
-        progress: Callable[[int, int, int, int], None],
-    ) -> Path: ...
-    async def serve(self, stream: Any) -> None: ...
-    def gives(self) -> tuple[str, ...]: ...
 
 
 @dataclass
@@ -92,11 +67,12 @@ class Hosting:
         self.num_sessions = number
         self.idle_since = None if number != 0 else now if self.idle_since is None else self.idle_since
 
-    def took(self, done: int, total: int, from_machines: int, from_hub: int) -> None:
+    def took(self, progress: Progress) -> None:
         """Note how many bytes of weights are here."""
-        self.state = "fetching"
-        self.done_bytes, self.total_bytes = done, total
-        self.bytes_from_machines, self.bytes_from_hub = from_machines, from_hub
+        self.state = "waiting" if progress.problem else "fetching"
+        self.done_bytes, self.total_bytes = progress.done_bytes, progress.total_bytes
+        self.bytes_from_machines, self.bytes_from_hub = progress.bytes_from_machines, progress.bytes_from_hub
+        self.problem = progress.problem
 
     def as_child(self, now: float) -> Child:
         idle_s = 0.0 if self.idle_since is None else now - self.idle_since
@@ -143,7 +119,7 @@ class Hostings:
 
     def __init__(
         self,
-        fetch: "Callable[[Hosting], Any]",
+        fetch: Callable[[Hosting], Awaitable[Path]],
         settings: Callable[[Hosting, Path], ServerConfig],
         changed: Callable[[], None],
     ) -> None:

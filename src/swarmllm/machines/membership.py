@@ -119,6 +119,8 @@ async def find_membership(
     else:
         found = (None if private else await join()) or Membership(Identity.generate(), name, is_open=not private)
     state.enter_swarm(found.key, name=found.name, is_open=found.is_open)
+    if found.initial_peers:
+        state.write("peers.json", list(found.initial_peers))
     return found
 
 

@@ -20,6 +20,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from huggingface_hub import constants
+
+from swarmllm.config import default_cache_dir
 from swarmllm.data_structures import Span
 from swarmllm.errors import (
     BlocksNotServedError,
@@ -35,7 +38,7 @@ from swarmllm.machines.downloads import Board, Counted, Download, Giver, Hub, Me
 from swarmllm.machines.holdings import Holding, PartialModel, WholeModel
 from swarmllm.machines.records import MAX_GIVEN, is_membership
 from swarmllm.models.checkpoint.manifest import MANIFEST, PIECE_BYTES, Manifest, Pieces
-from swarmllm.models.checkpoint.pieces import describe, describe_on_hub
+from swarmllm.models.checkpoint.pieces import cached_on_hub, describe, describe_on_hub
 from swarmllm.network.p2p.peer import Peer
 from swarmllm.network.wire.messages import WeightsHeader, WeightsResult, parse
 from swarmllm.network.wire.protocol import FrameStream, HelloHeader, Message, MessageType, send_error, welcome
@@ -172,9 +175,9 @@ class WeightStore:
 
     async def _model(self, manifest: Manifest) -> Holding:
         found = self._models.get(manifest.digest)
-        if found is None:
+        if found is None or (isinstance(found, WholeModel) and not await in_background(found.is_unchanged)):
             try:
-                found = await in_background(partial(PartialModel, manifest, self._directory))
+                found = await in_background(partial(_held, manifest, self._directory))
             except OSError as error:
                 raise WeightsError(f"{self._directory} can't hold {manifest.name}: {error.strerror}") from error
             self._models[manifest.digest] = found
@@ -324,6 +327,12 @@ class WeightStore:
             board.joined(peer_id)
         board.wants_of(peer_id, board.unpacked(bytes(message.payload), peer_id)[0])
         return board.packed(model.held, board.claims, board.wants)
+
+
+def _held(manifest: Manifest, directory: Path) -> Holding:
+    """The model in the hub's cache of this user, or else in the store."""
+    cached = cached_on_hub(manifest, Path(default_cache_dir() or constants.HF_HUB_CACHE))
+    return PartialModel(manifest, directory) if cached is None else WholeModel(cached)
 
 
 def _read_piece(model: Holding, piece: int) -> bytes | None:

@@ -109,8 +109,8 @@ class ServerLimits:
     int8 = 8 bits a value; auto = int8 in messages of 256 KiB or more over connections slower than 150 Mbit/s."""
     token: str | None = field(default_factory=hub_token, repr=False)
     """Hub token."""
-    cache_dir: str | None = field(default_factory=default_cache_dir)
-    """Directory for downloads."""
+    cache_dir: str | None = field(default_factory=default_cache_dir, metadata={"in_file": True})
+    """Directory for downloads. SWARMLLM_CACHE sets it for all commands."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +151,7 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
     """Peer ids of clients that may use this server; None = any."""
     priority_clients: tuple[str, ...] = ()
     """Peer ids of clients that come first when the server is busy or full. Other clients then have a tenth of the time.
-    Clients that serve this model themselves come first as well (--contributor_identity of clients)."""
+    Clients that serve this model themselves come first as well (`contributor_identity` of clients)."""
     allowed_servers: tuple[str, ...] | None = None
     """Peer ids of the other servers to work with; None = any. This server passes hidden states on to them alone, and
     counts only their blocks when it chooses its own."""

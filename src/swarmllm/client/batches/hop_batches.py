@@ -339,6 +339,10 @@ MAX_CHAIN_BYTES = 128 << 20
 UNLINKED_S = 600.0
 """Seconds until two servers are asked again, after one could not reach the other. Assumed: mostly because of a NAT."""
 WITHDRAWAL_TIMEOUT_S = 1.0
+ARRIVAL_S, ARRIVAL_BYTES_PER_S = 15.0, 125e3
+"""Seconds, and bytes in each further one, until tensors that a server has sent must have come to the next one. Longer
+than a stream between them takes to notice that it is broken: then they are lost, and the server that sent them has
+answered already. Assumed: a megabit a second."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -463,6 +467,20 @@ class PushedBatches:
         """The answer of a server whose tensors were sent to it. If none comes, this server is to blame."""
         config, source = self._view.config, link.neighbours.source
         deadline = time.monotonic() + config.step_timeout_s
+        if source is not None:
+            arrival_s = ARRIVAL_S + link.part.inputs.hidden_states.nbytes / ARRIVAL_BYTES_PER_S
+            found = await self._first_of(link, behind, min(deadline, time.monotonic() + arrival_s))
+            if found is not None:
+                return found
+            await self._withdraw([link])  # has no effect if the server has its tensors
+            deadline = max(deadline, time.monotonic() + config.connect_timeout_s)
+        found = await self._first_of(link, behind, deadline)
+        if source is not None and isinstance(link.error, SessionLostError):
+            self._unlink(source.peer_id, link.part.peer_id)
+        return found or PeerTimeoutError(f"no answer within {config.step_timeout_s:.0f} s", link.part.peer_id)
+
+    async def _first_of(self, link: "_Link", behind: Sequence["_Link"], deadline: float) -> Result | SwarmError | None:
+        """The answer, or the error of a server behind it that has fallen silent; None: neither came by then."""
         under_way = {one.answer for one in (link, *behind)}
         while not link.answer.done() and (left_s := deadline - time.monotonic()) > 0:
             _, under_way = await asyncio.wait(under_way, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
@@ -470,14 +488,7 @@ class PushedBatches:
                 error = other.error
                 if isinstance(error, PeerTimeoutError) and not error.is_hearsay and not link.answer.done():
                     return error
-        if not link.answer.done() and source is not None:
-            await self._withdraw([link])  # has no effect if the server has its tensors
-            await asyncio.wait({link.answer}, timeout=config.connect_timeout_s)
-            if link.answer.done() and isinstance(link.answer.result(), SessionLostError):
-                self._unlink(source.peer_id, link.part.peer_id)
-        if link.answer.done():
-            return link.error or link.answer.result()
-        return PeerTimeoutError(f"no answer within {config.step_timeout_s:.0f} s", link.part.peer_id)
+        return link.error or link.answer.result() if link.answer.done() else None
 
     async def _withdraw(self, chain: Sequence["_Link"]) -> None:
         with suppress(TimeoutError):

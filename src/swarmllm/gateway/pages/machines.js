@@ -190,7 +190,8 @@ function verdict() {
   if (ready.length) words.push(`${listed(ready)} ${ready.length === 1 ? "is" : "are"} ready.`);
   for (const one of coming) {
     const [done, total] = progress(one);
-    words.push(one.state === "loading" ? `${one.name} is being loaded${total ? `: ${percent(done, total)}` : ""}.` : `${one.name} is being planned.`);
+    const is = one.state !== "loading" ? "being planned" : total && done >= total ? "starting" : `being loaded${total ? `: ${percent(done, total)}` : ""}`;
+    words.push(`${one.name} is ${is}.`);
   }
   for (const one of stuck) words.push(one.problem ? `${one.name} can’t go on: ${one.problem}` : one.state === "does not fit" ? `${one.name} ${stateOf(one)}.` : `${one.name} is incomplete.`);
   if (!used.length) words.push("No model is in use yet.");
@@ -200,7 +201,7 @@ function verdict() {
   morph(byId("verdict"), make("p", {}, first, ...(rest ? [rest] : []))); // a screen reader says it when it changes
   const memory = sum(picture.machines.map((one) => one.memory_bytes));
   byId("lead").textContent = `${many(picture.machines.length, "machine")}${memory ? ` with ${gigabytes(memory)} of memory for models` : ""}. ${picture.swarm.open ? "Machines of this local network may join without an invite." : "Machines join with an invite."}`;
-  byId("swarm").textContent = picture.swarm.name;
+  byId("swarm").textContent = picture.swarm.name ? `Machines of ${picture.swarm.name}` : "Machines";
   document.title = `${stuck.length ? "⚠ " : ""}${picture.swarm.name || "swarm"} · machines`;
 }
 

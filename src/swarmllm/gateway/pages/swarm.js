@@ -11,6 +11,7 @@ let model = new URLSearchParams(location.search).get("model"); // null: the firs
 let swarm = null;
 let etag = null;
 let chosen = null;
+let opened = null; // the model that this page had opened
 let sorted = { column: "blocks", descending: false };
 let numMinutes = 10; // of the time line
 
@@ -170,8 +171,10 @@ function advice() {
   const [first] = missing.map(([start, end]) => `${start}:${end}`);
   byId("advice").hidden = !first || !swarm.known;
   byId("advice").textContent = first
-    ? `No chat can be answered without a server of ${missing.map((span) => blocksOf(swarm, ...span)).join(", ")}. Start one with: ${swarm.join} --block_indices ${first}`
+    ? `No chat can be answered without a server of ${missing.map((span) => blocksOf(swarm, ...span)).join(", ")}.${swarm.join === null ? "" : ` Start one with: ${swarm.join} --block_indices ${first}`}`
     : "";
+  byId("join-card").hidden = swarm.join === null; // the machines start servers by themselves
+  byId("to-machines").hidden = swarm.join !== null && !swarm.opens;
   if (swarm.join && byId("join").textContent !== swarm.join) byId("join").textContent = swarm.join;
 }
 
@@ -180,7 +183,9 @@ function summary() {
   const missing = swarm.missing_blocks.length;
   const verdict = byId("verdict");
   verdict.dataset.state = missing ? "bad" : "good";
-  const words = swarm.waiting
+  const words = swarm.opens
+    ? `${swarm.model} is being opened here.`
+    : swarm.waiting
     ? `Waiting for the swarm: ${swarm.waiting}.`
     : !swarm.known
     ? "Looking for servers…"
@@ -256,6 +261,10 @@ async function look() {
       etag = response.headers.get("etag");
       swarm = await response.json();
       show();
+      if (swarm.opens && opened !== swarm.model) {
+        opened = swarm.model;
+        fetch(`/v1/models/${swarm.model.split("/").map(encodeURIComponent).join("/")}`).catch(() => {}); // asking opens it
+      }
     } else if (response.status === 404) {
       model = null; // an old address: the gateway has other models now
     }

@@ -311,6 +311,19 @@ def describe_on_hub(
     )
 
 
+def cached_on_hub(manifest: Manifest, cache_dir: Path) -> SharedModel | None:
+    """The same model in the hub's cache, if all of its files are there: without digests, the commit tells them."""
+    directory = cache_dir / manifest.directory
+    stamps = _stamps(directory / file.name for file in manifest.files)
+    sizes = {str(directory / file.name): file.size for file in manifest.files}
+    if not manifest.commit or {path: size for path, (size, _) in stamps.items()} != sizes:
+        return None
+    place = str(directory / manifest.gguf)
+    if any(file.digests for file in manifest.files) and describe(place).manifest != manifest:
+        return None
+    return SharedModel(place, manifest, directory, b"", stamps)
+
+
 def _is_small_on_hub(sizes: dict[str, int], name: str) -> bool:
     is_hidden = name.startswith(".")
     return "/" not in name and not is_hidden and not name.endswith(WEIGHTS) and sizes[name] <= SMALL_FILE_BYTES

@@ -109,7 +109,7 @@ class _File:
         except OSError as error:
             raise ConfigurationError(
                 f"the blocks that --offload takes out of memory can't be written to {self._directory} "
-                f"({error.strerror}): make room there, or name another directory with --cache_dir"
+                f"({error.strerror}): make room there, or name another directory by SWARMLLM_CACHE"
             ) from error
 
     def keep(self, block_idx: int, flat: Tensor) -> None:

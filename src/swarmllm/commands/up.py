@@ -1,0 +1,312 @@
+"""`swarmllm up`: this machine joins the swarm of its local network, or founds it, and serves what the swarm is told to.
+
+It brings together the agent (`machines/agent`) and the gateway with the machines' page, in one process and event loop,
+and prints the address of the page. `--install` makes a systemd user unit that does the same after each boot.
+"""
+
+import asyncio
+import logging
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from swarmllm.command_line import Parser, announced_imports, first_error, run_command, stop_event, unless_stopped
+from swarmllm.config import require_addresses, state_dir
+from swarmllm.errors import ConfigurationError
+from swarmllm.files import replace_file, user_path
+from swarmllm.invite import Invite, is_invite, read_invite
+from swarmllm.machines.settings import MachineConfig
+from swarmllm.machines.state import StateDirectory
+
+if TYPE_CHECKING:
+    from swarmllm.gateway.settings import GatewayConfig
+    from swarmllm.machines.agent import Agent
+
+logger = logging.getLogger(__name__)
+
+EXAMPLES = """examples:
+  swarmllm up            # on each machine of a local network
+  swarmllm up INVITE     # on a machine elsewhere; the page shows the line
+  swarmllm up --install  # now, and after each boot
+  swarmllm use MODEL     # on one of them: all serve this model together
+"""
+PORTS = range(8080, 8100)
+"""Ports for the page; the first free one."""
+LOOPBACK, EVERYWHERE = "127.0.0.1", "0.0.0.0"
+UNIT = "swarmllm.service"
+PASSED_ON = ("SWARMLLM_STATE_DIR", "SWARMLLM_CACHE", "SWARMLLM_LOG_LEVEL", "HF_TOKEN", "HF_HOME", "HF_HUB_OFFLINE")
+"""Variables that the unit gets as they are now."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpConfig(MachineConfig):
+    """The page of this machine, and its start at boot."""
+
+    host: str | None = None
+    """Address on which the page listens. None = all networks of this machine if the swarm is open, else this machine
+    only. Everybody who reaches the page may chat; only its whole address, with the key, gives commands."""
+    port: int | None = None
+    """TCP port of the page; None = 8080, or the next free one."""
+    install: bool = False
+    """Start now and after each boot, by systemd (a user unit)."""
+    uninstall: bool = False
+    """Stop, and start no more at boot. Models and keys stay."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.port is not None and not 0 <= self.port < 65536:
+            raise ConfigurationError(f"port must be 0 to 65535, not {self.port}")
+        if self.install and self.uninstall:
+            raise ConfigurationError("give --install or --uninstall, not both")
+
+
+def build_parser() -> Parser:
+    """A flag for each field of UpConfig, and the invite."""
+    description = "Offer this machine to a swarm that plans itself; `swarmllm use` commands."
+    parser = Parser(prog="swarmllm up", description=description, epilog=EXAMPLES)
+    parser.usage = "swarmllm up [OPTIONS] [INVITE]"
+    parser.add_argument("invite", nargs="?", help="invite of a swarm, or the file that holds it")
+    parser.add_settings(UpConfig, [UpConfig, MachineConfig])
+    return parser
+
+
+def parse_up(argv: Sequence[str] | None) -> tuple[UpConfig, Invite | None]:
+    """The settings, and the invite if one is given.
+
+    Raises:
+        ConfigurationError, SystemExit(2): they can't work.
+    """
+    settings = build_parser().parse_settings(argv)
+    word = settings.pop("invite", None)
+    if word is not None and not is_invite(word):
+        raise ConfigurationError(
+            f"{word[:40]!r} is no invite: an invite begins with swarm: and is shown on the page of a machine"
+        )
+    invite = None if word is None else read_invite(word)
+    config = UpConfig(**settings)
+    if invite is not None:
+        require_addresses(invite.initial_peers)
+        if config.private or config.uninstall:
+            raise ConfigurationError("leave the invite out: it is for joining a swarm that exists")
+    return config, invite
+
+
+async def serve(config: UpConfig, invite: Invite | None) -> None:
+    """Run this machine until SIGINT or SIGTERM.
+
+    Raises:
+        SwarmError: it can't start, or its peer-to-peer daemon died.
+    """
+    with announced_imports():  # after the flags: --help needs no torch
+        import swarmllm.gateway.app  # noqa: F401 - the page
+        from swarmllm.machines.agent import Agent
+
+    stop = stop_event()
+    state = StateDirectory(state_dir())
+    machine = MachineConfig(**{one.name: getattr(config, one.name) for one in fields(MachineConfig)})
+    agent = await unless_stopped(stop, Agent.start(machine, state, invite=invite))
+    if agent is None:
+        return
+    try:
+        await _serve_page(config, agent, state, stop)
+    finally:
+        await agent.close()
+
+
+async def _serve_page(config: UpConfig, agent: "Agent", state: StateDirectory, stop: asyncio.Event) -> None:
+    from swarmllm.gateway.__main__ import served_machines
+
+    key = state.read("page.json", {}).get("key")
+    key = key if isinstance(key, str) and key else secrets.token_urlsafe(16)
+    gateway, sockets = _page_of(config, agent)
+    async with served_machines(gateway, agent, key, sockets) as address:
+        port = address.rstrip("/").rpartition(":")[2]
+        agent.page = "" if gateway.on_loopback else f"http://{_reachable_host(agent, gateway.host)}:{port}/"
+        here = gateway.host if gateway.host not in (EVERYWHERE, "::") else LOOPBACK
+        state.write("page.json", {"url": f"http://{here}:{port}/", "key": key}, secret=True)
+        name = agent.swarm.name or agent.swarm.swarm_id[-8:]
+        print(f"swarmllm: {agent.config.name} is a machine of the swarm of {name}", flush=True)
+        print(f"swarmllm: open {agent.page or address}#key={key}", flush=True)
+        try:
+            await unless_stopped(stop, agent.run())
+        except BaseExceptionGroup as group:
+            raise first_error(group) from None
+
+
+def _page_of(config: UpConfig, agent: "Agent") -> "tuple[GatewayConfig, list[socket.socket]]":
+    """The settings of the gateway, and its sockets, which are bound.
+
+    Raises:
+        ConfigurationError: it can't listen there.
+    """
+    from swarmllm.gateway.__main__ import bound_sockets
+    from swarmllm.gateway.settings import GatewayConfig
+
+    is_shared = agent.swarm.is_open and not _is_on_loopback(agent)
+    host = config.host or (EVERYWHERE if is_shared else LOOPBACK)
+    ports = PORTS if config.port is None else (config.port,)
+    for port in ports:
+        gateway = GatewayConfig(model=(), host=host, port=port)
+        try:
+            return gateway, bound_sockets(gateway)
+        except ConfigurationError:
+            if port == ports[-1]:
+                raise
+    raise AssertionError("no ports")
+
+
+def _is_on_loopback(agent: "Agent") -> bool:
+    return all(maddr.startswith(("/ip4/127.", "/ip6/::1/")) for maddr in agent.config.host_maddrs)
+
+
+def _reachable_host(agent: "Agent", host: str) -> str:
+    """The address by which other machines of the network reach the page."""
+    from swarmllm.network.p2p.discovery import lan_addresses
+
+    if host not in (EVERYWHERE, "::"):
+        return f"[{host}]" if ":" in host else host
+    ips, _ = lan_addresses(agent.peer.addrs)
+    return ips[0] if ips else LOOPBACK
+
+
+# --- systemd
+
+
+def unit_path() -> Path:
+    """The file of the user unit."""
+    return user_path(os.environ.get("XDG_CONFIG_HOME") or "~/.config") / "systemd" / "user" / UNIT
+
+
+def unit_text(config: UpConfig) -> str:
+    """The unit that runs `swarmllm up` with these settings."""
+    flags = [word for one in fields(config) for word in _as_flags(one.name, one.default, getattr(config, one.name))]
+    line = " ".join(map(_quoted, [sys.executable, "-m", "swarmllm", "up", *flags]))
+    variables = "".join(
+        f"Environment={_quoted(f'{name}={os.environ[name]}')}\n" for name in PASSED_ON if os.environ.get(name)
+    )
+    return f"""[Unit]
+Description=swarmllm: this machine in a swarm that runs large language models
+After=network-online.target
+StartLimitIntervalSec=0
+
+[Service]
+ExecStart={line}
+{variables}Restart=on-failure
+RestartSec=5
+RestartPreventExitStatus=2
+TimeoutStopSec=30
+
+[Install]
+WantedBy=default.target
+"""
+
+
+def _as_flags(name: str, default: Any, value: Any) -> list[str]:
+    if value == default or name in ("install", "uninstall", "host_maddrs"):
+        return []
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no_{name}"]
+    return [f"--{name}", *(map(str, value) if isinstance(value, tuple) else [str(value)])]
+
+
+def _quoted(word: str) -> str:
+    """A word of a unit file, in which % and $ mean themselves."""
+    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
+    if "\n" in word:
+        raise ConfigurationError(f"{word.partition('=')[0]} has several lines, which a unit can't hold")
+    return f'"{escaped}"'
+
+
+async def enter(invite: Invite) -> None:
+    """Note the swarm of an invite in the state directory, so that the unit needn't hold it.
+
+    Raises:
+        ConfigurationError: it is of no use.
+    """
+    from swarmllm.machines.membership import find_membership
+
+    await find_membership(StateDirectory(state_dir()), _nobody, invite=invite, private=False, name="")
+
+
+def install(config: UpConfig) -> None:
+    """Write the unit, start it, and let it start at boot.
+
+    Raises:
+        ConfigurationError: this machine has no systemd, or it refuses.
+    """
+    _require_systemd()
+    path = unit_path()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, unit_text(config))
+        path.chmod(0o600)  # it may hold a token
+    except OSError as error:
+        raise ConfigurationError(f"{path} can't be written: {error.strerror}") from None
+    _systemctl("daemon-reload")
+    _systemctl("enable", UNIT)
+    _systemctl("restart", UNIT)
+    if shutil.which("loginctl") is None or subprocess.run(["loginctl", "enable-linger"], check=False).returncode:
+        logger.warning("it starts when you log in, not at boot: `loginctl enable-linger` was refused")
+    print("swarmllm: installed and started; `swarmllm use` shows the page's address", flush=True)
+
+
+def uninstall() -> None:
+    """Stop the unit, and remove it.
+
+    Raises:
+        ConfigurationError: this machine has no systemd, or it refuses.
+    """
+    _require_systemd()
+    path = unit_path()
+    if not path.exists():
+        raise ConfigurationError(f"nothing is installed: there is no {path}")
+    _systemctl("disable", "--now", UNIT)
+    path.unlink(missing_ok=True)
+    _systemctl("daemon-reload")
+    print("swarmllm: uninstalled; models and keys stay in the state directory", flush=True)
+
+
+async def _nobody() -> None:
+    return None
+
+
+def _require_systemd() -> None:
+    if shutil.which("systemctl") is None:
+        raise ConfigurationError(
+            "this machine has no systemd: let its own service manager start `swarmllm up` in place of --install"
+        )
+
+
+def _systemctl(*words: str) -> None:
+    done = subprocess.run(["systemctl", "--user", *words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        raise ConfigurationError(f"`systemctl --user {' '.join(words)}` failed: {reason}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return the exit code."""
+
+    async def run() -> None:
+        config, invite = parse_up(argv)
+        if config.uninstall:
+            uninstall()
+        elif config.install:
+            if invite is not None:
+                await enter(invite)
+            install(config)
+        else:
+            await serve(config, invite)
+
+    return run_command(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,251 @@
+"""`swarmllm up` and `swarmllm use` without machines: what they read, the systemd unit, and what they print."""
+
+import asyncio
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarmllm.commands import up, use
+from swarmllm.commands.up import UpConfig, parse_up, unit_path, unit_text
+from swarmllm.commands.use import Page, Screen, machine_lines, model_line
+from swarmllm.errors import ConfigurationError
+from swarmllm.invite import Invite
+from swarmllm.machines.membership import Membership
+from swarmllm.machines.state import StateDirectory
+from swarmllm.network.p2p.identity import Identity
+
+KEY = Identity.generate()
+INVITE = str(Membership(KEY, "", is_open=True).invite([f"/ip4/192.168.1.2/tcp/4000/p2p/{Identity.generate().peer_id}"]))
+SYSTEMCTL = """#!/bin/sh
+echo "$(basename $0) $*" >> "$CALLS"
+if [ "$2" = "$FAILS" ]; then echo "Failed to $2" >&2; exit 1; fi
+"""
+
+
+@pytest.fixture
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A systemd that notes what it is asked."""
+    for name in ("systemctl", "loginctl"):
+        program = tmp_path / "bin" / name
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(SYSTEMCTL)
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("SWARMLLM_STATE_DIR", str(tmp_path / "state"))
+    return tmp_path / "calls"
+
+
+def test_install_and_uninstall(calls: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert up.main(["--install", "--max_memory", "50%", "--nice", "--no_lan_discovery", INVITE]) == 0
+    assert "installed" in capsys.readouterr().out
+    assert calls.read_text().splitlines() == [
+        "systemctl --user daemon-reload",
+        "systemctl --user enable swarmllm.service",
+        "systemctl --user restart swarmllm.service",
+        "loginctl enable-linger",
+    ]
+    unit = unit_path().read_text()
+    started = f'ExecStart="{sys.executable}" "-m" "swarmllm" "up"'
+    assert f'{started} "--max_memory" "50%%" "--nice" "--no_lan_discovery"\n' in unit
+    assert f'Environment="SWARMLLM_STATE_DIR={os.environ["SWARMLLM_STATE_DIR"]}"' in unit
+    assert KEY.key.private_bytes_raw().hex() not in unit
+    assert INVITE not in unit
+    assert stat.S_IMODE(unit_path().stat().st_mode) == 0o600
+    state = StateDirectory(Path(os.environ["SWARMLLM_STATE_DIR"]))
+    found = state.swarm_key()
+    assert found is not None
+    assert found.peer_id == KEY.peer_id
+    assert len(state.read("peers.json", [])) == 1
+    assert up.main(["--uninstall"]) == 0
+    assert not unit_path().exists()
+    assert calls.read_text().splitlines()[4:] == [
+        "systemctl --user disable --now swarmllm.service",
+        "systemctl --user daemon-reload",
+    ]
+    assert state.swarm_key() is not None
+    assert up.main(["--uninstall"]) == 2
+    assert "nothing is installed" in capsys.readouterr().err
+
+
+def test_the_unit_starts_the_same_settings_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", 'a"b\\c%d$e')
+    config = UpConfig(public_name='my "big" box', device=("cuda:0", "cuda:1"), upload_mbps=5, share_weights=False)
+    text = unit_text(config)
+    assert 'Environment="HF_TOKEN=a\\"b\\\\c%%d$$e"' in text
+    (line,) = [one for one in text.splitlines() if one.startswith("ExecStart=")]
+    words = json.loads("[" + line.partition("=")[2].replace('" "', '", "') + "]")
+    assert parse_up(words[4:]) == (config, None)
+    unit = tmp_path / "swarmllm.service"
+    unit.write_text(text)
+    try:
+        checked = subprocess.run(["systemd-analyze", "verify", "--user", str(unit)], capture_output=True, text=True)
+    except FileNotFoundError:
+        return  # this machine has no systemd
+    assert "swarmllm.service:" not in checked.stderr
+
+
+def test_a_systemd_that_refuses_or_is_missing(
+    calls: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAILS", "enable")
+    assert up.main(["--install"]) == 2
+    assert "`systemctl --user enable swarmllm.service` failed: Failed to enable" in capsys.readouterr().err
+    monkeypatch.setenv("PATH", "/nowhere")
+    for flag in ("--install", "--uninstall"):
+        assert up.main([flag]) == 2
+        assert "has no systemd" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        (["hello"], "'hello' is no invite"),
+        (["swarm:e30"], "makes no machine a member"),
+        (["--install", "--uninstall"], "not both"),
+        (["--private", INVITE], "leave the invite out"),
+        (["--max_memory", "lots"], "max_memory must be in GB"),
+        (["--device", "tpu"], "'tpu' can't be used"),
+        (["--upload_mbps", "0"], "upload_mbps must be greater than 0"),
+        (["--public_name", "x" * 65], "public_name must have 1 to 64 characters"),
+    ],
+)
+def test_what_cannot_work_is_one_sentence(
+    argv: list[str], complaint: str, calls: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert up.main([*argv, *(["--install"] if "swarm:e30" in argv else [])]) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_an_invite_to_a_model_is_refused(calls: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    word = str(Invite(initial_peers=(), model="m"))
+    assert up.main(["--install", word]) == 2
+    assert "makes no machine a member" in capsys.readouterr().err
+
+
+# --- use
+
+
+def hosted(**changes: Any) -> dict[str, Any]:
+    usual = {
+        "model": "m", "start": 0, "end": 4, "quant_type": "int8", "state": "online", "done_bytes": 0, "total_bytes": 0,
+        "bytes_from_machines": 0, "bytes_from_hub": 0, "problem": "",
+    }  # fmt: skip
+    return usual | changes
+
+
+def machine(name: str, *held: dict[str, Any], is_here: bool = False) -> dict[str, Any]:
+    return {"name": name, "is_here": is_here, "memory_bytes": 2e9, "hosted": list(held)}
+
+
+PICTURE = {
+    "machines": [
+        machine("a\x1b[2J"),
+        machine("here", hosted(state="fetching", done_bytes=250e6, total_bytes=1e9), is_here=True),
+        machine("c", hosted(bytes_from_machines=1e9, bytes_from_hub=2e9), hosted(state="failed", problem="no memory")),
+    ]
+}
+
+
+def test_a_line_for_each_machine() -> None:
+    lines = machine_lines(PICTURE)
+    assert lines == [
+        "  here   m 0:4 fetching [#####...............] 0.25 GB of 1.00 GB",
+        "  a?[2J  offers 2.00 GB",
+        "  c      m 0:4 online, 1.00 GB came from machines, 2.00 GB from the hub",
+        "  c      m 0:4 failed: no memory",
+    ]
+    assert machine_lines(PICTURE, bars=False)[0] == "  here   m 0:4 fetching 20 % of 1.00 GB"
+
+
+def test_a_line_for_the_model() -> None:
+    model = {
+        "name": "m", "state": "does not fit", "missing_bytes": 3e9, "quant_type": "q4_k", "one_tokens_per_s": None,
+        "problem": "",
+    }  # fmt: skip
+    assert model_line(model) == "m: does not fit, 3.00 GB of memory are missing"
+    found = model_line({**model, "state": "ready", "one_tokens_per_s": 12.345})
+    assert found == "m: ready, q4_k, about 12.3 tokens/s expected"
+
+
+def test_elsewhere_than_on_a_terminal_each_line_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = Screen()
+    screen.show(["bar 1"], ["a", "b"])
+    screen.show(["bar 2"], ["a", "c"])
+    assert capsys.readouterr().out == "a\nb\nc\n"
+
+
+def test_use_without_an_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SWARMLLM_STATE_DIR", str(tmp_path))
+    assert use.main(["m"]) == 2
+    assert "start `swarmllm up` first" in capsys.readouterr().err
+    StateDirectory(tmp_path).write("page.json", {"url": "http://127.0.0.1:9/", "key": "k"})
+    assert use.main(["m"]) == 1
+    assert "doesn't answer at http://127.0.0.1:9/" in capsys.readouterr().err
+    for argv in (["m", "--drop", "n"], ["--add"]):
+        assert use.main(argv) == 2
+
+
+class FakePage(Page):
+    """An agent that answers as it is told."""
+
+    def __init__(self, pictures: list[dict[str, Any]], answers: list[int]) -> None:
+        super().__init__("http://here/", "k")
+        self._pictures, self._answers = pictures, answers
+        self.asked: list[Any] = []
+
+    async def ask(self, path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
+        if body is not None:
+            self.asked.append((path, body))
+        if path == "/v1/completions":
+            return self._answers.pop(0), b'{"error": {"message": "not yet"}}'
+        if path == "/api/machines":
+            return 200, json.dumps(self._pictures.pop(0) if len(self._pictures) > 1 else self._pictures[0]).encode()
+        return 200, json.dumps({"number": 3, "what": "use m", "wanted": [{"name": "m", "manifest": "f"}]}).encode()
+
+
+def picture(state: str) -> dict[str, Any]:
+    model = {
+        "name": "m", "manifest": "f", "state": state, "missing_bytes": 3e9, "quant_type": "q4_k",
+        "one_tokens_per_s": None, "problem": "",
+    }  # fmt: skip
+    return {**PICTURE, "models": [model]}
+
+
+def test_use_shows_the_machines_until_the_model_answers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(use, "LOOK_S", 0.001)
+    page = FakePage([picture("loading"), picture("loading"), picture("ready")], [503, 200])
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    asyncio.run(use.use(page, "model", add=True))
+    assert page.asked[0] == ("/api/machines/use", {"model": str(tmp_path / "model"), "add": True})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "swarmllm: command 3: use m"
+    assert lines[1] == "m: loading"
+    assert lines.count("m: loading") == 1
+    assert "m answers after " in lines[-2]
+    assert lines[-1] == "swarmllm: open http://here/#key=k"
+
+
+def test_use_ends_where_a_model_does_not_fit_or_another_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(use, "LOOK_S", 0.001)
+    monkeypatch.setattr(use, "PATIENCE_S", 0.0)
+    for end, said in (
+        (picture("does not fit"), "3.00 GB of memory are missing"),
+        ({**PICTURE, "models": []}, "another"),
+    ):
+        with pytest.raises(use.SwarmError, match=said):
+            asyncio.run(use.use(FakePage([picture("loading"), end], []), "m", add=False))
+    with pytest.raises(ConfigurationError, match="not yet"):
+        use._accepted(400, b'{"error": {"message": "not yet"}}')
