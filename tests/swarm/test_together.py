@@ -20,8 +20,7 @@ from swarmllm.network.p2p.identity import Identity
 from swarmllm.network.p2p.peer import Peer
 from swarmllm.network.wire.protocol import MessageType, hello
 from swarmllm.training import RunSettings, Together, TogetherCallback
-from swarmllm.training.members import LOG_FILE
-from swarmllm.training.rounds import is_genuine_line, membership
+from swarmllm.training.rounds import LOG_FILE, is_genuine_line, membership
 from swarmllm.training.together import INVITE_FILE
 
 pytestmark = pytest.mark.timeout(900)

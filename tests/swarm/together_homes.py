@@ -111,7 +111,11 @@ def train(plan: HomePlan, say: Callable[[str], None]) -> dict[str, Any]:
     """Be this home to the end of its steps."""
     model, optimizer = base_model()
     settings = RunSettings(
-        wait_for=plan.wait_for, name=f"home {plan.number}", host_maddrs=HERE, patience_s=plan.patience_s
+        wait_for=plan.wait_for,
+        name=f"home {plan.number}",
+        host_maddrs=HERE,
+        patience_s=plan.patience_s,
+        in_background=False,  # steps of milliseconds are shorter than a round, which would be a whole round late
     )
     with Together(optimizer, plan.run, plan.every, directory=plan.directory, settings=settings) as run:
         at = run.round

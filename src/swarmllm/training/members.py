@@ -32,6 +32,7 @@ from swarmllm.network.wire.messages import parse
 from swarmllm.network.wire.protocol import FrameStream, hello, raise_error, send_error, welcome
 from swarmllm.training.differences import Difference, Rules, SharedState, limits, unpack
 from swarmllm.training.rounds import (
+    LOG_FILE,
     MAX_MEMBERS,
     Adopt,
     Apply,
@@ -65,7 +66,7 @@ FETCH_S = 60.0
 REFUSED_S = 15.0
 """A state that nobody could send is asked for again after this time."""
 PIECE_BYTES = 16 << 20
-STATE_FILE, LOG_FILE = "state.bin", "rounds.jsonl"
+STATE_FILE = "state.bin"
 
 
 class RunRecord(PeerModel):
