@@ -11,19 +11,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from published_checkpoints import ALL_KINDS, save_published
+from safetensors.torch import load_file
 from tests.numerics import tiny_encoder_decoders, tiny_models, tiny_speech_models, tiny_vision_models
 from tests.numerics.architectures import ALL
+from tests.numerics.test_gguf_files import DIRECTORY as GGUF_FILES
+from tests.numerics.test_gguf_files import EXPECTED
 from tests.selection import sampled
 from torch import nn
 
+from swarmllm.client.local_fallback import open_local_model
 from swarmllm.data_structures import Span
 from swarmllm.errors import BlockWeightsNotFoundError, ConfigurationError
 from swarmllm.machines.holdings import PartialModel, WholeModel
 from swarmllm.models.architecture import blocks_class, parts_of
+from swarmllm.models.checkpoint import pieces
 from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from swarmllm.models.checkpoint.fingerprint import fingerprint
+from swarmllm.models.checkpoint.manifest import SAMPLES
 from swarmllm.models.checkpoint.pieces import describe
 from swarmllm.models.checkpoint.skeleton import drop_blocks, load_pruned, prune_to_span, pruned
+from swarmllm.models.span.loading import load_block_span
 
 PIECE_BYTES = 512
 NAMES = [f"{kind}:{name}" for kind, names in ALL.items() for name in names]
@@ -96,6 +104,8 @@ def test_a_missing_piece_is_an_error_and_never_zeros(tmp_path: Path) -> None:
             load(checkpoint, span)
     with pytest.raises(ConfigurationError, match="holds only parts of a model"):
         describe(found.place)
+    with pytest.raises(ConfigurationError, match="holds only parts of one"):
+        open_local_model(str(found.place), "a draft must be a model", torch.device("cpu"))
 
 
 def test_more_pieces_may_come_while_a_checkpoint_is_open(tmp_path: Path) -> None:
@@ -116,3 +126,60 @@ def test_one_file_with_or_without_tied_embeddings(name: str, tmp_path: Path) -> 
         partial = open_checkpoint(str(found.place))
         assert fingerprint(partial) == fingerprint(whole)
         assert_same(load(partial, span), load(whole, span))
+
+
+@pytest.mark.parametrize("kind", sampled([*ALL_KINDS, *EXPECTED], 8))
+def test_published_formats(kind: str, tmp_path: Path) -> None:
+    """Weights of several tensors each, and GGUF. Digests are of all bytes that were read."""
+    place = GGUF_FILES / f"{kind}.gguf" if kind in EXPECTED else save_published(kind, tmp_path / "model")[0]
+    whole = open_checkpoint(str(place))
+    span = Span(whole.num_blocks - 1, whole.num_blocks)
+    found = taken(place, tmp_path / "store", span)
+    partial = open_checkpoint(str(found.place))
+    assert fingerprint(partial) == fingerprint(whole)
+    assert partial.public_name == whole.public_name
+    assert not found.held.all()
+    read = [load_block_span(one, span, dtype=torch.float32, progress=False).digests for one in (partial, whole)]
+    assert read[0] == read[1]
+    client = taken(place, tmp_path / "another store", None, client=True)
+    assert fingerprint(open_checkpoint(str(client.place))) == fingerprint(whole)
+    assert_same(load(open_checkpoint(str(client.place)), None), load(whole, None))
+
+
+def test_pickles_are_shared_as_whole_files(tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    tiny_models.save_tiny("llama", directory, shard_size="1GB")
+    torch.save(load_file(directory / "model.safetensors"), directory / "pytorch_model.bin")
+    (directory / "model.safetensors").unlink()
+    whole = open_checkpoint(str(directory))
+    found = taken(directory, tmp_path / "store", Span(1, 2))
+    assert found.held.all()
+    partial = open_checkpoint(str(found.place))
+    assert fingerprint(partial) == fingerprint(whole)
+    assert_same(load(partial, Span(1, 2)), load(whole, Span(1, 2)))
+
+
+def test_files_that_are_shared(tmp_path: Path) -> None:
+    """All small ones; weights of other formats, hidden files and directories stay."""
+    directory = tmp_path / "model"
+    tiny_models.save_tiny("llama", directory, shard_size="1GB")
+    small = ("tokenizer.json", "chat_template.jinja", "README.md", "empty")
+    for name in (*small[:-1], ".env", "pytorch_model.bin", "model.gguf", "model.onnx", "original/x"):
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_text(name)
+    (directory / "empty").touch()
+    shared = {file.name for file in describe(directory).manifest.files}
+    assert shared == {*small, "config.json", "generation_config.json", "model.safetensors", SAMPLES}
+
+
+def test_a_model_is_read_once_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_models.save_tiny("llama", tmp_path / "model")
+    first = describe(tmp_path / "model", cache_dir=tmp_path / "known")
+    monkeypatch.setattr(pieces, "_described", None)  # reads the files
+    assert describe(tmp_path / "model", cache_dir=tmp_path / "known") == first
+    assert pieces.remembered(tmp_path / "known") == [first]
+    monkeypatch.undo()
+    config = tmp_path / "model" / "generation_config.json"
+    config.write_text(config.read_text() + "\n")
+    assert pieces.remembered(tmp_path / "known") == []
+    assert describe(tmp_path / "model", cache_dir=tmp_path / "known").manifest.digest != first.manifest.digest

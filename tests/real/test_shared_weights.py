@@ -13,6 +13,7 @@ from tests.real.conftest import Served
 from swarmllm import AutoDistributedModel, LocalSwarm
 from swarmllm.data_structures import Span
 from swarmllm.machines.downloads import Progress
+from swarmllm.models.checkpoint.checkpoint import load_tokenizer
 
 pytestmark = pytest.mark.slow
 SPANS = (Span(0, 11), Span(11, 30))
@@ -47,7 +48,10 @@ def test_smollm2_from_a_neighbour(smollm2: Served, tmp_path: Path) -> None:
         with AutoDistributedModel.from_pretrained(
             str(places[2]), initial_peers=swarm.initial_peers, dtype="float32", progress=False
         ) as model:
-            ids = smollm2.ids("The capital of France is")
+            chat = [{"role": "user", "content": "What is the capital of France?"}]
+            tokenizer = load_tokenizer(str(places[2]))
+            ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt").input_ids
+            assert torch.equal(ids, smollm2.ids(tokenizer.decode(ids[0])))
             assert_same_tokens(model, smollm2.local, ids, max_new_tokens=12)
             with torch.no_grad():
                 found, wanted = (one(ids).logits for one in (model, smollm2.local))

@@ -81,6 +81,7 @@ def fresh_hub(hub: HubStub, monkeypatch: pytest.MonkeyPatch) -> HubStub:
     monkeypatch.setattr(downloads, "HUB_BYTES", 8 * PIECE_BYTES)
     monkeypatch.setattr(downloads, "GREETED_S", 120.0)  # on a busy machine, neither is true of machines that are there
     monkeypatch.setattr(downloads, "STALLED_S", 120.0)
+    monkeypatch.setattr(downloads, "SLOW_S", 120.0)
     return hub
 
 
@@ -125,8 +126,11 @@ async def test_a_machine_downloads_the_ranges_of_its_blocks(
     assert fresh_hub.sent.total() == told[-1].bytes_from_hub
     again = await machines.store(0, tmp_path, hub=Hub())
     assert again.gives() == (manifest.digest,)
+    opened = open_checkpoint(str(path))
+    opened.opened_files.samples()
     await again.fetch(manifest, Span(2, 3), client=False, givers=list, progress=told.append)
     assert fresh_hub.sent.total() <= told[-1].total_bytes + told[-1].bytes_from_hub
+    assert opened.opened_files.changed() == []  # a server must not think that somebody changed its files
 
 
 async def test_a_hub_that_fails_is_tried_again(
@@ -171,6 +175,25 @@ async def test_files_that_are_not_what_the_hub_says_are_fetched_again(
         assert (path / name).read_bytes() == data
 
 
+async def test_the_hub_helps_machines_that_give_nothing(
+    machines: Machines, fresh_hub: HubStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One says that it has everything, and gives a piece an hour."""
+    monkeypatch.setattr(downloads, "SLOW_S", 0.0)
+    slow, store = [
+        await machines.store(number, tmp_path, hub=Hub(), upload_mbps=1e-3 if number == 0 else None)
+        for number in range(2)
+    ]
+    manifest = await slow.add_from_hub("me/tiny", piece_bytes=PIECE_BYTES)
+    await slow.fetch(manifest, Span(0, 4), client=True, givers=list)
+    fresh_hub.sent.clear()
+    told: list[Progress] = []
+    path = await store.fetch(manifest, Span(0, 4), client=True, givers=machines.givers(0), progress=told.append)
+    assert told[-1].bytes_from_hub > 0.9 * told[-1].total_bytes
+    for name, data in fresh_hub.repositories["me/tiny"].files.items():
+        assert (path / name).read_bytes() == data
+
+
 async def test_a_hub_with_wrong_bytes_is_one_error(machines: Machines, fresh_hub: HubStub, tmp_path: Path) -> None:
     store = await machines.store(0, tmp_path, hub=Hub())
     manifest = await store.add_from_hub("me/tiny", piece_bytes=PIECE_BYTES)
@@ -190,6 +213,10 @@ async def test_a_model_of_the_hub_that_a_machine_has_comes_from_there(
     fresh_hub.sent.clear()
     manifest = await first.add_from_hub("me/tiny", piece_bytes=PIECE_BYTES)
     assert await first.fetch(manifest, Span(0, 4), client=True, givers=list) == snapshot
+    again = await machines.store(0, tmp_path, hub=Hub())  # after a restart
+    assert await again.manifest(manifest.digest, ()) == manifest
+    assert await again.fetch(manifest, Span(0, 4), client=True, givers=list) == snapshot
+    first = again
     looked_at = fresh_hub.sent.total()
     with_digests = await first.add_local(snapshot, piece_bytes=PIECE_BYTES)
     assert with_digests.commit == manifest.commit

@@ -1,6 +1,7 @@
 """Who of several machines fetches which pieces from the hub, and how bytes are spread over time."""
 
 import asyncio
+from collections.abc import Container
 
 import numpy as np
 import pytest
@@ -90,18 +91,45 @@ async def test_bits_of_another_number_of_pieces_are_refused() -> None:
             board.unpacked(data, "x")
 
 
-@pytest.mark.asyncio
-async def test_all_takers_share_the_upload(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the waits that are asked for: 8 Mbit/s are a megabyte a second."""
-    waits: list[float] = []
+class Clock(asyncio.SelectorEventLoop):
+    """A loop whose time passes only when everybody waits."""
 
-    async def sleep(seconds: float) -> None:
-        waits.append(seconds)
+    now = 0.0
 
-    monkeypatch.setattr(asyncio, "sleep", sleep)
-    pace = Pace(8.0)
-    for _ in range(4):
-        await pace.wait(1_000_000)
-    assert waits == pytest.approx([0, 1, 2, 3], abs=0.5)
-    await Pace(None).wait(1 << 60)
-    assert len(waits) == 4
+    def time(self) -> float:
+        return self.now
+
+    def _run_once(self) -> None:
+        if not self._ready and self._scheduled:  # type: ignore[attr-defined]
+            self.now = max(self.now, self._scheduled[0]._when)  # type: ignore[attr-defined]
+        super()._run_once()  # type: ignore[misc]
+
+
+async def sent_at(pace: Pace, *sizes: int, gone: Container[int] = ()) -> list[float]:
+    """The times at which takers that came together got their bytes; those in `gone` go at once."""
+    loop, times = asyncio.get_running_loop(), []
+
+    async def take(number: int, size: int) -> None:
+        left: asyncio.Future[None] = loop.create_future()
+        if number in gone:
+            loop.call_soon(left.set_result, None)
+        await pace.wait(size, left)
+        times.append(round(loop.time(), 3))
+
+    await asyncio.gather(*(take(number, size) for number, size in enumerate(sizes)))
+    return times
+
+
+def test_all_takers_share_the_upload() -> None:
+    """8 Mbit/s are a megabyte a second."""
+    with asyncio.Runner(loop_factory=Clock) as runner:
+        assert runner.run(sent_at(Pace(8.0), *[1_000_000] * 4)) == [0, 1, 2, 3]
+        assert len(set(runner.run(sent_at(Pace(None), *[1_000_000] * 4)))) == 1
+
+
+def test_a_taker_that_goes_takes_no_share_of_the_upload() -> None:
+    with asyncio.Runner(loop_factory=Clock) as runner:
+        pace = Pace(8.0)
+        runner.run(sent_at(pace, 1_000_000, 500_000_000, gone={1}))
+        start = runner.get_loop().time()
+        assert runner.run(sent_at(pace, 1_000_000))[0] - start <= 1

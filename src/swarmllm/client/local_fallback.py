@@ -16,8 +16,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from swarmllm.client.session.inference_session import InferenceSession
 from swarmllm.config import ClientConfig, default_cache_dir, hub_token
 from swarmllm.errors import ConfigurationError, PeerError, RoutingError
+from swarmllm.files import user_path
 from swarmllm.models.architecture import cache_argument, decoder_stack, has_vision, text_config
 from swarmllm.models.checkpoint.checkpoint import Checkpoint, load_tokenizer
+from swarmllm.models.checkpoint.manifest import partial_files
 from swarmllm.models.checkpoint.sources import first_line
 
 logger = logging.getLogger(__name__)
@@ -29,6 +31,8 @@ def open_local_model(name: str, purpose: str, device: torch.device) -> PreTraine
     Raises:
         ConfigurationError: it can't be loaded; `purpose` is what the message says that it was wanted as.
     """
+    if partial_files(user_path(name)) is not None:  # transformers would read zeros
+        raise ConfigurationError(f"{purpose}, and {name!r} holds only parts of one: name a whole model")
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype="auto", trust_remote_code=False)
     except (OSError, ValueError) as error:

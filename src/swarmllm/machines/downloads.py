@@ -13,10 +13,11 @@ import asyncio
 import hashlib
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -50,21 +51,25 @@ BAN_S = 600.0
 """A giver of wrong bytes gets no requests for so long."""
 AGAIN_S = 5.0
 """Seconds until a giver, or the hub, is tried again after it has failed."""
-LOOK_S = 1.0
+LOOK_S = 0.5
 """Seconds between looks at who gives pieces."""
 STATE_S = 2.0
 """Seconds between questions about which pieces another machine has."""
-IDLE_STATE_S = 0.3
-"""The same while it has nothing that is wanted."""
+IDLE_STATE_S, STATE_S_PER_PIECE = 0.3, 5e-6
+"""The same while it has nothing that is wanted; longer for a model of many pieces, as an answer has bits of each."""
 STALLED_S = 30.0
 """A machine that has taken nothing from the hub for so long isn't waited for."""
 GREETED_S = 10.0
 """Longest wait for the answers of all others before the hub is asked."""
+SLOW_S, SLOW_BYTES_PER_S = 20.0, 1e6
+"""If machines together give less than that for so long, the hub helps them, also with pieces that they have."""
 HUB_READS = 4
 """Requests to the hub at a time. Assumed."""
 HUB_BYTES = 16 << 20
 """Bytes of one request to the hub. The machine that fetches a piece also fetches its neighbours in this range."""
 MANIFEST_S = 120.0
+MAX_SCORES = 64
+"""Machines whose hashes are remembered."""
 
 
 @dataclass(frozen=True)
@@ -226,6 +231,8 @@ class Board:
         self.peers: dict[str, PeerPieces] = {}
         self.claims, self.wants = manifest.none(), manifest.none()
         self._changed = asyncio.Event()
+        self._groups = np.arange(manifest.num_pieces) * manifest.piece_bytes // HUB_BYTES
+        self._scores: dict[str, npt.NDArray[np.uint64]] = {}
 
     def notify(self) -> None:
         """Wake all who wait for a change."""
@@ -307,17 +314,23 @@ class Board:
             del self.peers[peer_id]
         self.notify()
 
-    def from_hub(self, own_id: str, missing: Pieces, now: float) -> Pieces:
-        """The missing pieces that this machine should fetch from the hub."""
-        found = missing.copy()
-        groups = np.arange(len(missing)) * self.manifest.piece_bytes // HUB_BYTES
-        own = _scores(own_id, groups)
+    def from_hub(self, own_id: str, missing: Pieces, now: float, *, are_slow: bool = False) -> Pieces:
+        """The missing pieces that this machine should fetch from the hub. `are_slow`: also pieces that others have."""
+        found, own = missing.copy(), self._scores_of(own_id)
         for peer_id, peer in self.peers.items():
-            found &= ~peer.has
+            if not are_slow:
+                found &= ~peer.has
             if now - peer.moved_at < STALLED_S:
-                wants = peer.wants | peer.asked_for
-                found &= ~(peer.claims | (wants & (_scores(peer_id, groups) < own)))
+                wants = (peer.wants | peer.asked_for) & ~peer.has
+                found &= ~(peer.claims | (wants & (self._scores_of(peer_id) < own)))
         return found
+
+    def _scores_of(self, peer_id: str) -> npt.NDArray[np.uint64]:
+        if peer_id not in self._scores:
+            if len(self._scores) > MAX_SCORES:
+                self._scores.clear()
+            self._scores[peer_id] = _scores(peer_id, self._groups)
+        return self._scores[peer_id]
 
 
 def _scores(peer_id: str, groups: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
@@ -347,8 +360,10 @@ class Download:
         self._model, self._wanted, self._board, self._members = model, wanted, board, members
         self._hub = hub if model.manifest.commit else None
         self._counted = counted
-        self._under_way: dict[int, float] = {}
-        """Piece → the time when it was asked for."""
+        self._asked_at: dict[int, float] = {}
+        """Piece under way from a machine → the time when it was asked for."""
+        self._under_way = model.manifest.none()
+        self._attention = asyncio.Event()
         self._failed_at: dict[str, float] = {}
         self._greeted: set[str] = set()
         self._writing = 0
@@ -356,6 +371,9 @@ class Download:
         self._alone = self._ended = False
         self._failure: BaseException | None = None
         self._problem = ""
+        self._looked_at = self._now(), counted.from_machines
+        """The time, and the bytes from machines until then."""
+        self._slow = False
         self._random = np.random.default_rng()
 
     @property
@@ -369,8 +387,7 @@ class Download:
         """Return when all pieces are here. `alone`: take them from the hub only.
 
         Raises:
-            WeightsError: the disk is full.
-            OSError: it fails.
+            WeightsError: the disk is full, or fails.
         """
         self._alone, self._ended = alone, False
         self._tell()
@@ -390,12 +407,12 @@ class Download:
                     known.clear()
                 for peer_id, giver in known.items():
                     if (peer_id not in tasks or tasks[peer_id].done()) and self._may_ask(peer_id):
-                        tasks[peer_id] = asyncio.create_task(self._take_from(giver))
+                        tasks[peer_id] = self._task(self._take_from(giver))
                 all_greeted = self._greeted >= {peer_id for peer_id in known if self._may_ask(peer_id)}
                 if self._hub is not None and not from_hub and (all_greeted or self._now() > begin + GREETED_S):
-                    from_hub = [asyncio.create_task(self._take_from_hub(self._hub)) for _ in range(HUB_READS)]
+                    from_hub = [self._task(self._take_from_hub(self._hub)) for _ in range(HUB_READS)]
                 self._say_if_alone(known)
-                await self._board.change(LOOK_S)
+                await self._look_again()
             if self._failure is not None:
                 raise self._failure
         finally:
@@ -404,6 +421,26 @@ class Download:
             for task in (*tasks.values(), *from_hub):
                 task.cancel()
             await asyncio.gather(*tasks.values(), *from_hub, return_exceptions=True)
+
+    def _task(self, taking: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        """Begin to take; an error that is no peer's ends the download."""
+
+        def ended(task: "asyncio.Task[None]") -> None:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                self._failure = error
+            self._attention.set()
+
+        task = asyncio.create_task(taking)
+        task.add_done_callback(ended)
+        return task
+
+    async def _look_again(self) -> None:
+        """Wait until something needs attention, or for some time."""
+        self._attention.clear()
+        if self._failure is None and (self._missing.any() or self._writing):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await self._attention.wait()
 
     def _say_if_alone(self, known: Mapping[str, Giver]) -> None:
         problem = "" if known or self._hub else f"no machine gives {self._model.manifest.name} at present"
@@ -439,48 +476,51 @@ class Download:
             finally:
                 stream.abort()
                 for piece in link.pieces:
-                    self._under_way.pop(piece, None)
+                    self._released(piece)
                 self._board.unlinked(peer_id)
-        except SwarmError as error:
+        except (SwarmError, OSError) as error:
             logger.info("%s gives no more pieces: %s", peer_id, error)
             self._failed_at[peer_id] = self._now()
-        except OSError as error:
-            self._failure = error
         self._greeted.add(peer_id)
-        self._board.notify()
 
     async def _use(self, link: "_Link") -> None:
         """Ask for pieces ahead, and for the state now and then; take the answers in their order."""
         peer = self._board.of(link.peer_id)
+        idle_s = IDLE_STATE_S + STATE_S_PER_PIECE * self._model.manifest.num_pieces
         while self._failure is None and self._missing.any():
-            while len(link.pieces) < AHEAD and (piece := self._next(peer)) is not None:
-                self._under_way[piece] = self._now()
+            while len(link.pieces) < AHEAD and (piece := self._next(peer, link.pieces)) is not None:
+                self._asked_at[piece], self._under_way[piece] = self._now(), True
                 await link.ask("piece", piece)
             age = self._now() - link.asked_state_at
-            if not link.awaits_state and age > (STATE_S if link.pieces else IDLE_STATE_S):
+            if not link.awaits_state and age > (STATE_S if link.pieces else idle_s):
                 await link.ask_state()
             if not link.awaited:
-                await self._board.change(IDLE_STATE_S)
+                await self._board.change(idle_s)
                 continue
             piece, data = await link.answer()
             if piece is None:
                 self._greeted.add(link.peer_id)
-                self._board.notify()
+                self._attention.set()
             elif data is None:
                 peer.has[piece] = False
-                self._under_way.pop(piece, None)
+                self._released(piece)
             elif not await self._arrived(piece, data):
                 raise _WrongBytesError(f"piece {piece} of {self._model.manifest.name} isn't what its digest says")
 
-    def _next(self, peer: PeerPieces) -> int | None:
-        """A missing piece that this machine has: any of them, so that machines which take the same ones have different
-        ones to exchange."""
-        candidates: list[int] = np.flatnonzero(self._missing & peer.has & ~self._board.claims).tolist()
-        late = self._now() - LATE_S
-        free = [piece for piece in candidates if piece not in self._under_way]
-        if not free:
-            free = [piece for piece in candidates if self._under_way[piece] < late]
-        return int(self._random.choice(free)) if free else None
+    def _next(self, peer: PeerPieces, asked: Container[int]) -> int | None:
+        """A missing piece that this machine has, and that isn't `asked` for yet there: any of them, so that machines
+        which take the same ones have different ones to exchange."""
+        wanted = self._missing & peer.has & ~self._board.claims
+        free = np.flatnonzero(wanted & ~self._under_way)
+        if len(free):
+            return int(free[self._random.integers(len(free))])
+        before = self._now() - LATE_S
+        late = (piece for piece, at in self._asked_at.items() if at < before and wanted[piece] and piece not in asked)
+        return next(late, None)
+
+    def _released(self, piece: int) -> None:
+        self._asked_at.pop(piece, None)
+        self._under_way[piece] = False
 
     async def _arrived(self, piece: int, data: bytes | bytearray) -> bool:
         """Verify, write and count a piece. False: it is wrong."""
@@ -490,13 +530,15 @@ class Download:
                 return True
             if not await in_background(partial(self._model.put, piece, data)):
                 return False
-        except (WeightsError, OSError) as error:
-            self._failure = error
+        except WeightsError as error:
+            self._failure = error  # of the disk, not of the giver
             return True
         finally:
             self._writing -= 1
-            self._under_way.pop(piece, None)
+            self._released(piece)
             self._board.notify()
+            if self._failure is not None or not self._missing.any():
+                self._attention.set()
         self._counted.from_machines += len(data)
         self._tell()
         return True
@@ -505,8 +547,8 @@ class Download:
         """Fetch pieces that no machine has, and that no other machine should fetch."""
         while self._failure is None and self._missing.any():
             run = self._claim()
-            if not run:
-                await self._board.change(LOOK_S)
+            if not run:  # others fetch it, or give it
+                await asyncio.sleep(LOOK_S)
                 continue
             self._writing += 1
             try:
@@ -517,8 +559,6 @@ class Download:
                 logger.warning("%s", error)
                 self._problem, self._board.wants = str(error), self._model.manifest.none()  # others needn't wait
                 self._tell()
-            except (WeightsError, OSError) as error:
-                self._failure = error
             finally:
                 self._writing -= 1
                 self._board.claims[run] = False
@@ -543,13 +583,23 @@ class Download:
         self._tell()
         self._board.notify()
 
+    def _are_machines_slow(self) -> bool:
+        """True if so little came from machines lately that the hub should help them."""
+        now, num_bytes = self._now(), self._counted.from_machines
+        since, before = self._looked_at
+        if now - since >= SLOW_S:
+            self._slow = num_bytes - before < SLOW_BYTES_PER_S * (now - since)
+            self._looked_at = now, num_bytes
+        return self._slow
+
     def _claim(self) -> list[int]:
         """Pieces one after the other in a file that this machine fetches now."""
         manifest = self._model.manifest
-        wanted = self._missing & ~self._board.claims
-        wanted[list(self._under_way)] = False
+        wanted, slow = self._missing & ~self._board.claims, self._are_machines_slow()
+        if not slow:
+            wanted &= ~self._under_way
         if not self._alone:
-            wanted = self._board.from_hub(self._members.peer_id, wanted, self._now())
+            wanted = self._board.from_hub(self._members.peer_id, wanted, self._now(), are_slow=slow)
         found = np.flatnonzero(wanted)
         if not len(found):
             return []

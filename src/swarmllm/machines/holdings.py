@@ -122,8 +122,7 @@ class PartialModel(Holding):
         """Write a piece and mark it. False: it isn't this piece.
 
         Raises:
-            WeightsError: the disk is full. Nothing is marked that isn't here.
-            OSError: it can't be written for another reason.
+            WeightsError: the disk is full, or fails. Nothing is marked that isn't here.
         """
         place, expected = self.manifest.place(piece), self.manifest.digest_of(piece)
         digest = hashlib.sha256(data).digest()
@@ -135,7 +134,7 @@ class PartialModel(Holding):
                 if not self.held[piece]:
                     self._marks.add(piece, digest)
         except OSError as error:
-            raise self._full(error) from error
+            raise self._failed(error) from error
         return True
 
     def check_room(self, wanted: Pieces) -> None:
@@ -148,8 +147,14 @@ class PartialModel(Holding):
         """Read pieces anew that may not have reached the disk before the machine stopped, and drop wrong ones.
 
         Raises:
-            OSError: they can't be read, or the result can't be written.
+            WeightsError: the disk is full, or fails.
         """
+        try:
+            self._recheck()
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def _recheck(self) -> None:
         with self._lock:
             wrong = []
             for piece in self._marks.unsure:
@@ -187,14 +192,13 @@ class PartialModel(Holding):
         """Wait until all pieces are on the disk.
 
         Raises:
-            WeightsError: the disk is full.
-            OSError: they can't be written for another reason.
+            WeightsError: the disk is full, or fails.
         """
         try:
             with self._lock:
                 self._sync()
         except OSError as error:
-            raise self._full(error) from error
+            raise self._failed(error) from error
 
     def _sync(self) -> None:
         for file in self.manifest.files:
@@ -226,8 +230,10 @@ class PartialModel(Holding):
                         _write(self.directory / self.manifest.files[index].name, at, data[at - start : end - start])
                     at = end
 
-    def _full(self, error: OSError) -> Exception:
-        return self._no_room() if error.errno in FULL else error
+    def _failed(self, error: OSError) -> WeightsError:
+        if error.errno in FULL:
+            return self._no_room()
+        return WeightsError(f"{self.directory} can't be used: {error.strerror or error}")
 
     def _no_room(self) -> WeightsError:
         missing = size_in_words(shutil.disk_usage(self.directory).free)

@@ -12,12 +12,13 @@ all of a file. Strangers get nothing, and can give nothing.
 """
 
 import asyncio
-import json
 import logging
 import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
 from huggingface_hub import constants
@@ -34,11 +35,12 @@ from swarmllm.errors import (
     SwarmError,
     WeightsError,
 )
+from swarmllm.files import replaced
 from swarmllm.machines.downloads import Board, Counted, Download, Giver, Hub, Members, Progress, ask_manifest
 from swarmllm.machines.holdings import Holding, PartialModel, WholeModel
 from swarmllm.machines.records import MAX_GIVEN, is_membership
 from swarmllm.models.checkpoint.manifest import MANIFEST, PIECE_BYTES, Manifest, Pieces
-from swarmllm.models.checkpoint.pieces import cached_on_hub, describe, describe_on_hub
+from swarmllm.models.checkpoint.pieces import cached_on_hub, describe, describe_on_hub, remembered
 from swarmllm.network.p2p.peer import Peer
 from swarmllm.network.wire.messages import WeightsHeader, WeightsResult, parse
 from swarmllm.network.wire.protocol import FrameStream, HelloHeader, Message, MessageType, send_error, welcome
@@ -50,6 +52,8 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["Giver", "Progress", "WeightStore"]
 
+LOCAL = "local"
+"""Directory of the store for manifests of models elsewhere on this machine."""
 MAX_TAKERS = 64
 """Most streams of takers, together. Each holds two pieces at most: assumed to be little beside a model."""
 MAX_STREAMS_PER_TAKER = 4
@@ -112,7 +116,7 @@ class WeightStore:
             ConfigurationError: there is no such model here, or only parts of it.
             WeightsError: files are missing or damaged.
         """
-        cache_dir = self._directory / "local"
+        cache_dir = self._directory / LOCAL
         model = await in_background(partial(describe, place, cache_dir=cache_dir, piece_bytes=piece_bytes))
         self._models.pop(model.manifest.digest, None)
         self._models[model.manifest.digest] = WholeModel(model)
@@ -200,7 +204,7 @@ class WeightStore:
         `givers`: machines that give pieces of this model at present. `progress` is called at each piece.
 
         Raises:
-            WeightsError: the disk is full, or the model's files can't be used.
+            WeightsError: the disk is full or fails, or the model's files can't be used.
             SwarmError: swarmllm can't run the model.
         """
         async with self._lock(manifest.digest):
@@ -301,7 +305,8 @@ class WeightStore:
                 await send_error(stream, error, id=header.id)
                 continue
             result = WeightsResult(id=header.id, is_here=answer is not None)
-            await self._pace.wait(len(answer or b""))
+            if header.wants == "piece" and answer:
+                await self._pace.wait(len(answer), stream.gone)
             try:
                 async with asyncio.timeout(SEND_S):
                     await stream.send(MessageType.RESULT, result.model_dump(), [answer or b""])
@@ -330,9 +335,15 @@ class WeightStore:
 
 
 def _held(manifest: Manifest, directory: Path) -> Holding:
-    """The model in the hub's cache of this user, or else in the store."""
-    cached = cached_on_hub(manifest, Path(default_cache_dir() or constants.HF_HUB_CACHE))
-    return PartialModel(manifest, directory) if cached is None else WholeModel(cached)
+    """The model in the hub's cache of this user, or else in the store. The store remembers its manifest."""
+    hub_cache = Path(default_cache_dir() or constants.HF_HUB_CACHE)
+    cached = cached_on_hub(manifest, hub_cache, directory / LOCAL)
+    if cached is None:
+        return PartialModel(manifest, directory)
+    (directory / manifest.digest).mkdir(parents=True, exist_ok=True)
+    with replaced(directory / manifest.digest / MANIFEST) as beside:
+        beside.write_bytes(manifest.as_bytes())
+    return WholeModel(cached)
 
 
 def _read_piece(model: Holding, piece: int) -> bytes | None:
@@ -344,24 +355,17 @@ def _read_piece(model: Holding, piece: int) -> bytes | None:
 
 
 def _found(directory: Path) -> list[Holding]:
-    """The models that the store has, the oldest first."""
+    """The models of earlier times, the oldest first, those in the store before others."""
     directory.mkdir(parents=True, exist_ok=True)
-    found: list[tuple[float, Holding]] = []
-    for path in directory.glob("*/**/" + MANIFEST):
+    found: dict[str, tuple[float, Holding]] = {}
+    for path in directory.glob(f"[0-9a-f]*/**/{MANIFEST}"):
         try:
-            data = path.read_bytes()
-            digest = path.relative_to(directory).parts[0]
-            if digest == "local":
-                about = json.loads((path.parent / "about.json").read_text())
-                known = Manifest.from_bytes(data, about["digest"])
-                found_there = describe(about["place"], cache_dir=directory / "local", piece_bytes=known.piece_bytes)
-                model: Holding = WholeModel(found_there)
-            else:
-                model = PartialModel(Manifest.from_bytes(data, digest), directory)
-            found.append((path.stat().st_mtime, model))
-        except (OSError, ValueError, KeyError, TypeError, SwarmError) as error:
+            manifest = Manifest.from_bytes(path.read_bytes(), path.relative_to(directory).parts[0])
+            found[manifest.digest] = path.stat().st_mtime, _held(manifest, directory)
+        except (OSError, SwarmError) as error:
             logger.warning("%s can't be used any more: %s", path.parent, error)
-    return [model for _, model in sorted(found, key=lambda one: one[0])]
+    others = [WholeModel(model) for model in remembered(directory / LOCAL)]
+    return [model for _, model in sorted(found.values(), key=itemgetter(0))] + others
 
 
 class Pace:
@@ -371,11 +375,15 @@ class Pace:
         self._bytes_per_s = None if mbps is None else mbps * 1e6 / 8
         self._free_at = 0.0
 
-    async def wait(self, num_bytes: int) -> None:
-        """Wait until so many bytes may go."""
-        if self._bytes_per_s is None or not num_bytes:
+    async def wait(self, num_bytes: int, gone: asyncio.Future[None]) -> None:
+        """Wait until so many bytes may go, or the taker has `gone`, who then leaves the turn to others."""
+        if self._bytes_per_s is None:
             return
-        now = asyncio.get_running_loop().time()
+        now, takes_s = asyncio.get_running_loop().time(), num_bytes / self._bytes_per_s
         begin = max(now, self._free_at)
-        self._free_at = begin + num_bytes / self._bytes_per_s
-        await asyncio.sleep(begin - now)
+        self._free_at = begin + takes_s
+        with suppress(TimeoutError):
+            async with asyncio.timeout(begin - now):
+                await asyncio.shield(gone)
+        if gone.done():
+            self._free_at -= takes_s

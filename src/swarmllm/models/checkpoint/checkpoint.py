@@ -31,6 +31,7 @@ from transformers.configuration_utils import get_configuration_file
 from swarmllm.data_structures import MAX_BLOCKS
 from swarmllm.errors import ConfigurationError, CorruptWeightsError, UnsupportedModelError
 from swarmllm.models.architecture import as_config_says, check_supported, num_blocks
+from swarmllm.models.checkpoint.manifest import partial_files
 from swarmllm.models.checkpoint.sources import Source, first_line, read_json, read_object
 from swarmllm.models.checkpoint.stored_files import CONFIG, ConfigAndWeights, GgufFiles, OnRead, StoredFiles, locate
 from swarmllm.models.checkpoint.weight_files import StoredPlace
@@ -340,6 +341,8 @@ class OpenedFiles:
             return False
         try:
             now = _stamp(path)
+            if partial_files(path.parent) is not None:  # more pieces come, each verified
+                return now[1] == stamp[1]
             if now != stamp and self._sample(filename, path) == sample:  # only touched, or copied again
                 self._seen[filename] = now, sample
                 return True

@@ -147,6 +147,10 @@ class Manifest(PeerModel):
 
     def as_bytes(self) -> bytes:
         """The canonical form."""
+        return self._canonical
+
+    @cached_property
+    def _canonical(self) -> bytes:
         fields = self.model_dump(mode="json", exclude_defaults=True)
         return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
 

@@ -248,9 +248,30 @@ def _remembered(known: Path, place: str, directory: Path, stamps: Stamps, piece_
     return SharedModel(place, manifest, directory, samples, stamps)
 
 
+def remembered(cache_dir: Path) -> list[SharedModel]:
+    """Models that `describe` has read in earlier times, and whose files haven't changed since; reads none of them."""
+    found = []
+    for known in sorted(cache_dir.glob("*/about.json"), key=lambda path: path.stat().st_mtime):
+        try:
+            about = json.loads(known.read_text())
+            place, directory, piece_bytes = str(about["place"]), Path(about["directory"]), int(about["piece_bytes"])
+            stamps = _stamps(map(Path, about["stamps"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        if (model := _remembered(known.parent, place, directory, stamps, piece_bytes)) is not None:
+            found.append(model)
+    return found
+
+
 def _remember(known: Path, model: SharedModel) -> None:
     known.mkdir(parents=True, exist_ok=True)
-    about = {"place": model.place, "digest": model.manifest.digest, "stamps": model.stamps}
+    about = {
+        "place": model.place,
+        "directory": str(model.directory),
+        "digest": model.manifest.digest,
+        "piece_bytes": model.manifest.piece_bytes,
+        "stamps": model.stamps,
+    }
     for name, data in (
         (MANIFEST, model.manifest.as_bytes()),
         (SAMPLES, model.samples),
@@ -311,16 +332,20 @@ def describe_on_hub(
     )
 
 
-def cached_on_hub(manifest: Manifest, cache_dir: Path) -> SharedModel | None:
-    """The same model in the hub's cache, if all of its files are there: without digests, the commit tells them."""
-    directory = cache_dir / manifest.directory
+def cached_on_hub(manifest: Manifest, hub_cache: Path, cache_dir: Path) -> SharedModel | None:
+    """The same model in the hub's cache, if all of its files are there: without digests, the commit tells them.
+
+    `cache_dir` as in `describe`, which reads the files if there are digests.
+    """
+    directory = hub_cache / manifest.directory
     stamps = _stamps(directory / file.name for file in manifest.files)
     sizes = {str(directory / file.name): file.size for file in manifest.files}
     if not manifest.commit or {path: size for path, (size, _) in stamps.items()} != sizes:
         return None
     place = str(directory / manifest.gguf)
-    if any(file.digests for file in manifest.files) and describe(place).manifest != manifest:
-        return None
+    if any(file.digests for file in manifest.files):
+        found = describe(place, cache_dir=cache_dir, piece_bytes=manifest.piece_bytes)
+        return found if found.manifest == manifest else None
     return SharedModel(place, manifest, directory, b"", stamps)
 
 
