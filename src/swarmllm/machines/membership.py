@@ -110,9 +110,14 @@ async def find_membership(
     Raises:
         ConfigurationError: the invite is of no use, or the state directory can't be written.
     """
+    before = state.swarm_key()
     if invite is not None:
         found = read_membership(invite)
-    elif (before := state.swarm_key()) is not None:
+        if before is not None and before.peer_id != found.swarm_id:
+            logger.warning(
+                "this machine leaves the swarm %s, because the invite is to another one", before.peer_id[-8:]
+            )
+    elif before is not None:
         said = state.read("swarm.json", {})
         known = tuple(one for one in state.read("peers.json", []) if isinstance(one, str))
         return Membership(before, str(said.get("name", "")), said.get("open") is True and not private, known)
