@@ -160,6 +160,7 @@ class Agent:
         self._listed: tuple[float, list[Entry]] | None = None
         """The catalogue of this machine, and when it was made."""
         self._look_now = asyncio.Event()
+        self._doorkeeper = Doorkeeper(swarm)
         self._lan = LanAnnouncement(
             peer.peer_id,
             peer.addrs if swarm.is_open and config.lan_discovery else (),
@@ -191,11 +192,12 @@ class Agent:
             return await join_open_swarm(partial(_asking_peer, config, state), config.name)
 
         found = await find_membership(state, join, invite=invite, private=config.private, name=config.name)
-        is_new = not found.initial_peers and not state.commands()
+        is_new = not found.initial_peers and not state.commands() and found.is_open and config.lan_discovery
         agent = cls(config, state, found, await _member_peer(config, state, found), identity)
         try:
+            agent._doorkeeper.is_settled = not is_new
             await agent._open_doors()
-            if is_new and found.is_open and config.lan_discovery and lan_addresses(agent.peer.addrs)[0]:
+            if is_new and lan_addresses(agent.peer.addrs)[0]:
                 other = await agent._look_for_an_older_swarm()
                 if other is not None:
                     await agent.close()
@@ -203,6 +205,7 @@ class Agent:
                     peer = await _member_peer(config, state, other)
                     agent = cls(config, state, other, peer, identity)
                     await agent._open_doors()
+            agent._doorkeeper.is_settled = True
         except BaseException:
             await agent.close()
             raise
@@ -218,7 +221,7 @@ class Agent:
             await self._store.start()
         except OSError as error:
             raise ConfigurationError(f"{self._state.weights_path} can't be used: {error.strerror}") from None
-        await self.peer.serve_protocol(JOIN_PROTOCOL, Doorkeeper(self.swarm).serve)
+        await self.peer.serve_protocol(JOIN_PROTOCOL, self._doorkeeper.serve)
         await self.peer.serve_protocol(ECHO_PROTOCOL, answer_echoes)
         await self.peer.serve_streams(self._give_weights)
         self._lan.start()
