@@ -74,6 +74,11 @@ COMMANDS = {
         "adapters and heads that others have shared on the hub",
         "swarmllm adapters --base HUB_ID --task text-classification",
     ),
+    "runs": Command(
+        "swarmllm.commands.runs",
+        "trainings that several homes share: who, tokens, losses",
+        "swarmllm runs",
+    ),
     "calibrate": Command(
         "swarmllm.commands.calibrate",
         "note how large the inputs of weights are, for servers in few bits",

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import os
 import signal
 import threading
@@ -11,7 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-from together_homes import HERE, LENGTH, LR, Home, HomePlan, homes, loss_of_one_run, texts, untrained_model
+from together_homes import (
+    HERE,
+    LENGTH,
+    LR,
+    Home,
+    HomePlan,
+    base_weights,
+    homes,
+    loss_of_one_run,
+    texts,
+    untrained_model,
+)
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 from swarmllm.errors import ConfigurationError
@@ -20,8 +32,8 @@ from swarmllm.network.p2p.identity import Identity
 from swarmllm.network.p2p.peer import Peer
 from swarmllm.network.wire.protocol import MessageType, hello
 from swarmllm.training import RunSettings, Together, TogetherCallback
-from swarmllm.training.members import LOG_FILE
-from swarmllm.training.rounds import is_genuine_line, membership
+from swarmllm.training.privacy import epsilon_of
+from swarmllm.training.rounds import LOG_FILE, is_genuine_line, membership
 from swarmllm.training.together import INVITE_FILE
 
 pytestmark = pytest.mark.timeout(900)
@@ -103,6 +115,32 @@ def test_two_homes_end_with_the_same_values_and_a_signed_log(tmp_path: Path) -> 
     again, model = small_home(first, "a run", 0, 3)  # after everybody has left: it goes on where they were
     assert again.round == 6
     assert not torch.equal(model.weight, found[0][1].weight)
+
+
+def test_noise_is_not_taken_back_and_its_budget_outlives_the_process(tmp_path: Path) -> None:
+    noisy = {"noise_multiplier": 4.0, "clip_norm": 0.5}
+    together, _ = small_home(tmp_path, "a run", 0, 10, **noisy)
+    assert together.epsilon() == pytest.approx(epsilon_of(1e-5, 2 / 16))
+    again, _ = small_home(tmp_path, "a run", 0, 5, **noisy)
+    assert again.epsilon() == pytest.approx(epsilon_of(1e-5, 3 / 16))
+    open_hearted, _ = small_home(tmp_path, "a run", 0, 5)
+    assert open_hearted.epsilon() == math.inf
+
+
+def test_a_home_whose_values_are_nan_goes_on_from_the_shared_ones(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.Adam(model.parameters())
+    settings = RunSettings(host_maddrs=HERE, in_background=False)
+    with Together(optimizer, "a run", every=1, directory=tmp_path, settings=settings) as together:
+        before = model.weight.detach().clone()
+        model.weight.grad = torch.full((4, 4), torch.nan)
+        optimizer.step()
+        assert torch.equal(model.weight, before)
+        assert not optimizer.state
+        assert together.round == 1
+    assert "goes on from the shared values" in caplog.text
 
 
 def test_homes_with_other_rules_or_models_are_told_so(tmp_path: Path) -> None:
@@ -193,14 +231,17 @@ def test_nothing_to_train_is_told(tmp_path: Path) -> None:
 def begin(start: Callable[[HomePlan], Home], root: Path, founder: Home | None, number: int, **plan: Any) -> Home:
     """A home of the run of `founder`, or the founder itself."""
     run = "a run" if founder is None else founder.invite()
-    return start(HomePlan(directory=str(root / str(number)), run=run, number=number, **plan))
+    base = root / "base.pt"
+    if founder is None:
+        torch.save(base_weights(), base)
+    return start(HomePlan(directory=str(root / str(number)), run=run, number=number, base=str(base), **plan))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "steps"), [(3, 640), (8, 640)])
 def test_homes_learn_what_one_run_on_all_their_data_learns(count: int, steps: int, tmp_path: Path) -> None:
     with homes() as start:
-        plan = {"steps": steps, "wait_for": count}
+        plan = {"steps": steps, "steps_of_run": steps, "wait_for": count}
         running = [begin(start, tmp_path, None, 0, **plan)]
         running += [begin(start, tmp_path, running[0], number, **plan) for number in range(1, count)]
         results = [home.finish() for home in running]
@@ -219,7 +260,7 @@ def test_whatever_five_of_eight_homes_do_the_others_learn(tmp_path: Path) -> Non
     """One is killed, one freezes for a while, one comes late, one sends NaN, and one 1000 times too much."""
     steps = 640
     with homes() as start:
-        plan = {"steps": steps, "wait_for": 7}
+        plan = {"steps": steps, "steps_of_run": steps, "wait_for": 7}
         first = begin(start, tmp_path, None, 0, **plan)
         honest = [first, *(begin(start, tmp_path, first, number, **plan) for number in (1, 2))]
         killed, frozen = (begin(start, tmp_path, first, number, **plan) for number in (3, 4))
@@ -228,7 +269,7 @@ def test_whatever_five_of_eight_homes_do_the_others_learn(tmp_path: Path) -> Non
         first.wait_for_round(4)
         killed.process.kill()
         os.kill(frozen.process.pid, signal.SIGSTOP)
-        late = begin(start, tmp_path, first, 7, steps=320)
+        late = begin(start, tmp_path, first, 7, steps=steps // 2, steps_of_run=steps)
         first.wait_for_round(12)
         os.kill(frozen.process.pid, signal.SIGCONT)
         results = [home.finish() for home in honest]

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
@@ -39,6 +40,10 @@ class HomePlan:
     number: int
     """Decides which kind of text is here, and which examples of it."""
     steps: int
+    steps_of_run: int
+    """Steps of a home that is there from the beginning."""
+    base: str
+    """File with the weights of `base_model`."""
     every: int = 32
     wait_for: int = 1
     fault: str = ""
@@ -82,12 +87,20 @@ def untrained_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(vocab_size=NUM_TOKENS, **sizes, **heads))
 
 
-def base_model() -> tuple[LlamaForCausalLM, torch.optim.Optimizer]:
-    """A model that knows a little of all kinds, and its optimizer. The same in all homes."""
+@cache
+def base_weights() -> dict[str, Tensor]:
+    """Weights that know a little of all kinds of text."""
     model = untrained_model()
     warm = torch.optim.AdamW(model.parameters(), lr=LR)
     for number in range(WARM_STEPS):
         step(model, warm, torch.cat([texts(kind, BATCH, [7, number, kind]) for kind in range(NUM_KINDS)]), 1.0)
+    return model.state_dict()
+
+
+def base_model(weights: dict[str, Tensor]) -> tuple[LlamaForCausalLM, torch.optim.Optimizer]:
+    """The model with which all homes begin, and an optimizer."""
+    model = untrained_model()
+    model.load_state_dict(weights)
     return model, torch.optim.AdamW(model.parameters(), lr=LR)
 
 
@@ -98,7 +111,7 @@ def rows_of(home: int, number: int) -> Tensor:
 
 def loss_of_one_run(num_homes: int, steps: int) -> float:
     """The loss after one run on the data of all homes: as many tokens, all in one place."""
-    model, optimizer = base_model()
+    model, optimizer = base_model(base_weights())
     for number in range(steps):
         rows = torch.cat([rows_of(home, number) for home in range(num_homes)])
         step(model, optimizer, rows, 1 - number / steps)
@@ -107,15 +120,20 @@ def loss_of_one_run(num_homes: int, steps: int) -> float:
 
 def train(plan: HomePlan, say: Callable[[str], None]) -> dict[str, Any]:
     """Be this home to the end of its steps."""
-    model, optimizer = base_model()
+    model, optimizer = base_model(torch.load(plan.base))
     settings = RunSettings(
-        wait_for=plan.wait_for, name=f"home {plan.number}", host_maddrs=HERE, patience_s=plan.patience_s
+        wait_for=plan.wait_for,
+        name=f"home {plan.number}",
+        host_maddrs=HERE,
+        patience_s=plan.patience_s,
+        in_background=False,  # steps of milliseconds are shorter than a round, which would be a whole round late
     )
     with Together(optimizer, plan.run, plan.every, directory=plan.directory, settings=settings) as run:
         at = run.round
         for number in range(plan.steps):
             rows = rows_of(plan.number, number)
-            step(model, optimizer, rows, 1 - number / plan.steps)
+            done = max(number, run.round * plan.every) / plan.steps_of_run  # who comes late follows the run's schedule
+            step(model, optimizer, rows, 1 - done)
             run.count(rows.numel())
             if run.round != at:
                 at = run.round

@@ -28,6 +28,7 @@ from swarmllm.commands.doctor_findings import DoctorConfig
 from swarmllm.commands.generate import build_parser as generate_parser
 from swarmllm.commands.generate import parse_prompt
 from swarmllm.commands.models import ModelsConfig
+from swarmllm.commands.runs import RunsConfig
 from swarmllm.commands.status import StatusConfig
 from swarmllm.commands.status import build_parser as status_parser
 from swarmllm.commands.up import UpConfig
@@ -169,13 +170,14 @@ CONFIGS = {
     "status": StatusConfig,
     "gateway": GatewayConfig,
     "models": ModelsConfig,
+    "runs": RunsConfig,
     "adapters": Search,
     "calibrate": Calibrate,
     "doctor": DoctorConfig,
     "demo": DemoConfig,
 }
 NOT_SETTINGS = {"help", "config"}
-POSITIONAL = {"generate": "prompt", "up": "invite", "use": "model"}
+POSITIONAL = {"generate": "prompt", "runs": "output", "up": "invite", "use": "model"}
 WITHOUT_FLAG = {"swarm_name", "machine", "peers_beside"}
 """Only an invite brings the first, and whoever starts a server for each device the others."""
 NOT_ASKED = {

@@ -8,6 +8,7 @@ chat             a conversation in the terminal
 status           the swarm's servers, and missing blocks
 models           models that fit this machine, or a swarm's machines
 calibrate        notes how large the inputs of a model's weights are, for servers that round them
+runs             trainings that several homes share, by their logs
 adapters         adapters that others shared; merging an adapter into its base model
 doctor           the command that checks this machine and network
 doctor_checks    the checks of machine and network

@@ -15,19 +15,18 @@ differences       8-bit differences, their robust mean, the outer optimizer; pur
 privacy           noise, and the privacy budget that it leaves; pure
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from swarmllm.training.together import RunSettings, Together
-
 if TYPE_CHECKING:
+    from swarmllm.training.together import RunSettings, Together
     from swarmllm.training.trainer_callback import TogetherCallback
 
 __all__ = ["RunSettings", "Together", "TogetherCallback"]
 
 
-def __getattr__(name: str) -> Any:
-    if name != "TogetherCallback":
+def __getattr__(name: str) -> Any:  # torch and transformers take seconds, and `swarmllm runs` needs neither
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from swarmllm.training.trainer_callback import TogetherCallback  # transformers takes seconds
-
-    return TogetherCallback
+    home = "trainer_callback" if name == "TogetherCallback" else "together"
+    return getattr(import_module(f"swarmllm.training.{home}"), name)

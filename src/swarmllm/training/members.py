@@ -32,6 +32,7 @@ from swarmllm.network.wire.messages import parse
 from swarmllm.network.wire.protocol import FrameStream, hello, raise_error, send_error, welcome
 from swarmllm.training.differences import Difference, Rules, SharedState, limits, unpack
 from swarmllm.training.rounds import (
+    LOG_FILE,
     MAX_MEMBERS,
     Adopt,
     Apply,
@@ -65,7 +66,7 @@ FETCH_S = 60.0
 REFUSED_S = 15.0
 """A state that nobody could send is asked for again after this time."""
 PIECE_BYTES = 16 << 20
-STATE_FILE, LOG_FILE = "state.bin", "rounds.jsonl"
+STATE_FILE = "state.bin"
 
 
 class RunRecord(PeerModel):
@@ -170,8 +171,12 @@ class Members:
         with suppress(TimeoutError):
             async with asyncio.timeout(GREETING_S), self._moved:
                 await self._moved.wait_for(lambda: not self._awaited)
+        if self._problem is not None:
+            raise self._problem
         if self.rounds.position is None and not any(self.rounds.others.values()):
             await self._move_to(self.state, ())
+        if self.num_members < wait_for:
+            logger.info("%d of %d homes are here; waiting for the others", self.num_members, wait_for)
         self._spawn(self._drive(), name="rounds").add_done_callback(self._driver_ended)
         async with self._moved:
             await self._moved.wait_for(lambda: self._problem is not None or self._is_together(wait_for))
@@ -263,13 +268,18 @@ class Members:
                 tokens=self.state.tokens,
             )
             key = run_key(self.me.run.peer_id)
-            await self.peer.dht_store({key: record.model_dump_json(exclude_none=True)}, time.time() + RECORD_S)
+            text = record.model_dump_json(exclude_none=True)
+            try:
+                await self.peer.dht_store({key: text}, time.time() + RECORD_S)
+            except PeerError as error:
+                logger.warning("other homes can't find this one: %s", error)
             await asyncio.sleep(RECORD_S / 3)
 
     async def _keep_looking(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
-            await self._look()
+            with suppress(PeerError):  # `_announce` says it
+                await self._look()
 
     async def _look(self) -> None:
         for peer_id, text in (await self.peer.dht_read(run_key(self.me.run.peer_id))).items():
@@ -299,6 +309,8 @@ class Members:
         except BaseException as error:
             await stream.close()
             if isinstance(error, ConfigurationError):
+                logger.warning("%s can't take part with this home: %s", peer_id, error)
+            if isinstance(error, ConfigurationError) and self.rounds.position is None:
                 self._problem = error
                 await self._tell_moved()
             raise

@@ -1,10 +1,13 @@
-"""Noise on what a home sends, and the privacy budget that it leaves. Pure.
+"""Noise on the differences that a home sends, and the privacy budget that it leaves. Pure.
 
 Each difference is shortened to `clip_norm`, and Gaussian noise of `noise_multiplier * clip_norm` is added to every
 value before it is rounded and sent. The guarantee is for a whole home: if all of its data were other data, the
 difference could change by at most twice `clip_norm`. No samples are drawn among homes, so the composition of Gaussian
-mechanisms is exact (Dong, Roth, Su: Gaussian Differential Privacy, 2022, corollary 3.3 and theorem 2.7): `n` rounds are
-one Gaussian mechanism with mu = 2 sqrt(n) / noise_multiplier.
+mechanisms is exact (Dong, Roth, Su: Gaussian Differential Privacy, 2022, theorem 2.7 and corollary 3.3): all rounds
+together are one Gaussian mechanism with mu = 2 sqrt(`spent`), where a round spends 1 / noise_multiplier^2.
+
+The noise comes from numpy's generator in 32 bits. As in other libraries without a secure mode, attacks on the rounding
+of floating-point noise are not excluded.
 """
 
 import math
@@ -22,27 +25,25 @@ def with_noise(values: Floats, clip_norm: float, noise_multiplier: float, genera
     return np.asarray(shortened + noise, np.float32)
 
 
-def delta_of(epsilon: float, rounds: int, noise_multiplier: float) -> float:
-    """The smallest delta for this epsilon after so many rounds."""
-    if not rounds:
+def delta_of(epsilon: float, spent: float) -> float:
+    """The smallest delta for this epsilon."""
+    if not spent:
         return 0.0
-    mu = 2 * math.sqrt(rounds) / noise_multiplier
+    mu = 2 * math.sqrt(spent)
     far = -epsilon / mu - mu / 2
     return max(0.0, _phi(-epsilon / mu + mu / 2) - math.exp(epsilon + _log_phi(far)))
 
 
-def epsilon_of(delta: float, rounds: int, noise_multiplier: float) -> float:
-    """The smallest epsilon for this delta after so many rounds; infinity without noise."""
-    if not rounds:
-        return 0.0
-    if noise_multiplier <= 0:
-        return math.inf
+def epsilon_of(delta: float, spent: float) -> float:
+    """The smallest epsilon for this delta."""
+    if not spent or math.isinf(spent):
+        return spent
     low, high = 0.0, 1.0
-    while delta_of(high, rounds, noise_multiplier) > delta:
+    while delta_of(high, spent) > delta:
         high *= 2
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if delta_of(middle, rounds, noise_multiplier) > delta else (low, middle)
+        low, high = (middle, high) if delta_of(middle, spent) > delta else (low, middle)
     return high
 
 

@@ -29,6 +29,8 @@ from swarmllm.training.differences import Rules
 MAX_MEMBERS = 16
 """Each member sends its difference to each other one, so the bytes grow with their square."""
 MAX_ROUND = 1 << 40
+LOG_FILE = "rounds.jsonl"
+"""The log of rounds in the directory of a home."""
 MAX_KEPT = 4
 """Differences of one member to keep: of this round and the next one, and a second one of each, which proves a lie."""
 

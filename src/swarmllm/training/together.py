@@ -10,6 +10,7 @@ came in time, and steps since then are all in the next difference.
 import hashlib
 import json
 import logging
+import math
 import os
 import socket
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from swarmllm.client.view.event_loop import EventLoop
 from swarmllm.errors import ConfigurationError
-from swarmllm.files import create_private_file, user_path
+from swarmllm.files import create_private_file, read_text, replace_file, user_path
 from swarmllm.invite import Invite, is_invite, read_invite, unpack_invites
 from swarmllm.network.p2p.identity import Identity, lock_identity
 from swarmllm.training.differences import Floats, Rules, SharedState, quantize
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 MAX_VALUES = 250_000_000
 """Most trained values. A difference must fit into one message of 256 MiB."""
-INVITE_FILE = "invite.swarm"
+INVITE_FILE, SPENT_FILE = "invite.swarm", "privacy_spent.txt"
 MAX_HOMES_HERE = 16
 """Most directories of one run that are tried on this machine."""
 
@@ -108,6 +109,8 @@ class Together:
         self.optimizer, self.every, self.settings = optimizer, every, settings or RunSettings()
         self._parameters = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
         size = sum(one.numel() for one in self._parameters)
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            raise ConfigurationError("a home trains in one process: begin without torch.distributed")
         if not 0 < size <= MAX_VALUES:
             raise ConfigurationError(f"{size} trained values: a run needs 1 to {MAX_VALUES}, so train an adapter")
         self._run, self._peers, self._chosen_directory = run, tuple(initial_peers), directory
@@ -119,8 +122,8 @@ class Together:
         self._steps = self._tokens = 0
         self._losses: list[float] = []
         self._hook: Any = None
-        self.rounds_sent = 0
-        """Rounds in which this home has sent a difference, for the privacy budget."""
+        self._spent = 0.0
+        """The privacy budget that differences have used up (`training/privacy`), also before this process."""
         self.directory: Path | None = None
         self.invite = ""
         """An invite to the run, for other homes. Everybody who has it can take part."""
@@ -140,6 +143,8 @@ class Together:
         key = _run_key(self.directory, invite)
         size = sum(one.numel() for one in self._parameters)
         saved = saved_state(self.directory, size)
+        spent = self.directory / SPENT_FILE
+        self._spent = float(read_text(spent)) if spent.exists() else 0.0
         rules = Rules(self.settings.outer_lr, self.settings.outer_momentum, self.settings.trim)
         me = Membership(
             run=key,
@@ -239,7 +244,7 @@ class Together:
 
     def epsilon(self, delta: float = 1e-5) -> float:
         """The privacy that all differences sent so far leave to this home's data (`training/privacy`)."""
-        return epsilon_of(delta, self.rounds_sent, self.settings.noise_multiplier)
+        return epsilon_of(delta, self._spent)
 
     def _after_step(self) -> None:
         self._steps += 1
@@ -280,8 +285,8 @@ class Together:
             self.optimizer.state.clear()
             true = np.zeros_like(true)
         noise = self.settings.noise_multiplier
+        self._spend(noise)
         if noise:
-            self.rounds_sent += 1
             difference = quantize(with_noise(true, self.settings.clip_norm, noise, np.random.default_rng()))
         else:
             difference = quantize(true)
@@ -291,9 +296,14 @@ class Together:
             return False
         # With noise, the whole true difference is forgotten, or the next one would undo the noise of this one.
         self._sent = shared.round, true if noise else difference.values()
-        self.rounds_sent += not noise
         self._steps, self._tokens, self._losses = 0, 0, []
         return True
+
+    def _spend(self, noise_multiplier: float) -> None:
+        """Note, before it is sent, that a difference takes a part of the budget; without noise, all of it."""
+        assert self.directory is not None
+        self._spent += 1 / noise_multiplier**2 if noise_multiplier else math.inf
+        replace_file(self.directory / SPENT_FILE, repr(self._spent))
 
     # Values
 
