@@ -219,6 +219,7 @@ def test_a_name_is_offered_once(gateway: RunningGateway, servers: LocalSwarm) ->
         gateway.run(gateway.gateway.models.offer, "m", settings_for(servers))
 
 
+@pytest.mark.slow
 def test_a_model_whose_client_died_is_opened_anew(
     gateway: RunningGateway, servers: LocalSwarm, expected: Callable[[int], str]
 ) -> None:

@@ -58,6 +58,23 @@ def test_the_usual_recipe(repo_root: Path, tmp_path: Path) -> None:
     assert '"lora_dropout": 0.05' in (tmp_path / "adapter" / "adapter_config.json").read_text()
 
 
+@pytest.mark.slow
+def test_three_homes(repo_root: Path, tmp_path: Path) -> None:
+    output = run_example(repo_root, "together.py", "--steps", "2", "--output_dir", str(tmp_path))
+    assert re.findall(r"^(only \w+|together) ", output, re.MULTILINE) == [
+        *("only sea", "only kitchen", "only stars", "together")
+    ]
+    assert_picture(tmp_path / "losses.svg")
+
+
+@pytest.mark.slow
+def test_the_usual_recipe_in_a_run(repo_root: Path, tmp_path: Path) -> None:
+    arguments = ("--steps", "4", "--together", "ours", "--every", "2", "--output_dir", str(tmp_path))
+    output = run_example(repo_root, "recipe.py", *arguments)
+    assert f"--together {tmp_path / 'together' / 'invite.swarm'}" in output
+    assert len((tmp_path / "together" / "rounds.jsonl").read_text().splitlines()) == 2
+
+
 def test_a_shared_adapter_says_the_same_everywhere(repo_root: Path) -> None:
     output = run_example(repo_root, "sharing.py", "--steps", "6")
     said = dict(line.split(": ", 1) for line in output.splitlines() if line.startswith(("by ", "from ", "merged: ")))

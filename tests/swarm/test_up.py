@@ -7,6 +7,7 @@ import signal
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -139,14 +140,10 @@ def test_two_commands_in_all(machines: list[UpMachine], tmp_path: Path) -> None:
     assert NAME in c.use()
     # Another model is chosen while somebody reads a text of the first one.
     other = another_model(tmp_path / "other")
-    said = ""
-
-    def choose() -> None:
-        nonlocal said
-        said = d.use(str(other))
-
-    assert a.write(200, choose)[:BEGINNING] == text[:BEGINNING]
-    assert "other answers after " in said
+    with ThreadPoolExecutor(1) as somebody:
+        choosing: list[Future[str]] = []
+        assert a.write(200, lambda: choosing.append(somebody.submit(d.use, str(other))))[:BEGINNING] == text[:BEGINNING]
+        assert "other answers after " in choosing[0].result()
     with a.ask("v1/models") as answer:
         assert [one["id"] for one in json.load(answer)["data"]] == ["other"]
     assert [one["what"] for one in c.picture()["commands"]] == [f"use {NAME}", "use other"]

@@ -474,7 +474,7 @@ class Download:
                 await link.ask_state()
                 self._board.of(peer_id).is_linked = True
                 await self._use(link)
-            except _WrongBytesError as error:
+            except CorruptWeightsError as error:
                 self._members.ban(peer_id, str(error))
                 await send_error(stream, error)
                 await stream.close()
@@ -510,7 +510,7 @@ class Download:
                 peer.has[piece] = False
                 self._released(piece)
             elif not await self._arrived(piece, data):
-                raise _WrongBytesError(f"piece {piece} of {self._model.manifest.name} isn't what its digest says")
+                raise CorruptWeightsError(f"piece {piece} of {self._model.manifest.name} isn't what its digest says")
 
     def _next(self, peer: PeerPieces, asked: Container[int]) -> int | None:
         """A missing piece that this machine has, and that isn't `asked` for yet there: any of them, so that machines
@@ -624,10 +624,6 @@ class Download:
             end += 1
         self._board.claims[first:end] = True
         return list(range(first, end))
-
-
-class _WrongBytesError(CorruptWeightsError):
-    """A machine gave a piece that isn't what its digest says."""
 
 
 class _Link:

@@ -89,7 +89,7 @@ def record(of: Identity = MEMBER, swarm: Identity = SWARM, **changes: Any) -> Ma
 async def looked(agent: Agent, now: float = 0.0) -> tuple[str, ...]:
     await agent._look_once(now)
     names = tuple(one.name for one in agent.wanted)
-    for model in agent._models.values():
+    for model in agent._models:
         assert model.learning is not None
         model.learning.cancel()
     await asyncio.sleep(0)
@@ -200,7 +200,7 @@ async def test_the_memory_that_others_use_is_counted_from_their_records(agent: A
     register.others = {MEMBER.peer_id: record(command=command(1, "a"), hosted=lies)}
     await looked(agent)
     sizes = PlannedModel(block_bytes={"int8": [10] * 4})
-    agent._models[a.manifest].entry = agent_module.Entry("a", True, sizes)
+    agent._models.wanted[a.manifest].entry = agent_module.Entry("a", True, sizes)
     (other,) = [one for one in agent.picture()["machines"] if not one["is_here"]]
     assert other["used_bytes"] == 20
 
