@@ -6,14 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from hub_stub import Repository, running_hub, use_hub
 from machines import Machines
 from swarm_models import OPTIONS, assert_same_tokens
 from tests.real.conftest import Served
+from tests.real.real_models import SMOLLM2
 
 from swarmllm import AutoDistributedModel, LocalSwarm
 from swarmllm.data_structures import Span
-from swarmllm.machines.downloads import Progress
-from swarmllm.models.checkpoint.checkpoint import load_tokenizer
+from swarmllm.machines.downloads import Hub, Progress
+from swarmllm.models.checkpoint.checkpoint import load_tokenizer, open_checkpoint
+from swarmllm.models.span.loading import load_block_span
 
 pytestmark = pytest.mark.slow
 SPANS = (Span(0, 11), Span(11, 30))
@@ -56,3 +59,28 @@ def test_smollm2_from_a_neighbour(smollm2: Served, tmp_path: Path) -> None:
             with torch.no_grad():
                 found, wanted = (one(ids).logits for one in (model, smollm2.local))
             torch.testing.assert_close(found, wanted, rtol=1e-3, atol=2e-3)
+
+
+@pytest.mark.skipif(not SMOLLM2.is_here, reason=SMOLLM2.missing)
+def test_smollm2_from_the_hub_by_ranges(tmp_path: Path) -> None:
+    """One file in a folder; a machine reads the header and its blocks."""
+    path, span = SMOLLM2.file(tmp_path), SPANS[0]
+    name, data = path.name, path.read_bytes()
+
+    async def fetch() -> Path:
+        async with AsyncExitStack() as open_:
+            machines = await Machines.start(1, open_)
+            store = await machines.store(0, tmp_path, hub=Hub())
+            manifest = await store.add_from_hub("me/smollm2:Q4_1")
+            return await store.fetch(manifest, span, client=False, givers=list)
+
+    with running_hub() as hub, pytest.MonkeyPatch.context() as monkeypatch:
+        use_hub(hub, monkeypatch)
+        hub.repositories["me/smollm2"] = Repository({f"gguf/{name}": data, "README.md": b"x"}, commit="a" * 40)
+        place = asyncio.run(fetch())
+        assert 0 < hub.sent[name] < 0.45 * len(data)
+    assert place.parts[-5:] == ("models--me--smollm2", "snapshots", "a" * 40, "gguf", name)
+    found, whole = (open_checkpoint(str(one)) for one in (place, path))
+    assert found.public_name == f"me/smollm2/gguf/{name}"
+    read = [load_block_span(one, span, dtype=torch.float32, progress=False).digests for one in (found, whole)]
+    assert read[0] == read[1]

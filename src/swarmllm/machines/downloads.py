@@ -530,9 +530,8 @@ class Download:
     async def _arrived(self, piece: int, data: bytes | bytearray) -> bool:
         """Verify, write and count a piece. False: it is wrong."""
         self._writing += 1
+        was_missing = not self._model.held[piece]  # it may have come from elsewhere
         try:
-            if self._model.held[piece]:  # it came from elsewhere meanwhile
-                return True
             if not await in_background(partial(self._model.put, piece, data)):
                 return False
         except WeightsError as error:
@@ -544,7 +543,7 @@ class Download:
             self._board.notify()
             if self._failure is not None or not self._missing.any():
                 self._attention.set()
-        self._counted.from_machines += len(data)
+        self._counted.from_machines += len(data) if was_missing else 0
         self._arrived_at, self._problem = self._now(), ""
         self._tell()
         return True
