@@ -34,6 +34,8 @@ LOOK_S = 1.0
 PATIENCE_S = 10.0
 """Seconds until a model that doesn't fit is reported: machines may be joining."""
 ANSWER_TIMEOUT_S = 300.0
+AS_STORED = "auto"
+"""`quant_type` of models that are published in few bits."""
 BAR_CHARS = 20
 STEPS = 10
 """Steps of progress that are told where the output is no terminal."""
@@ -193,7 +195,8 @@ def model_line(model: dict[str, Any]) -> str:
     if model["state"] == "does not fit":
         text += f", {size_in_words(model['missing_bytes'])} of memory are missing"
     if model["one_tokens_per_s"]:
-        text += f", {printable(model['quant_type'])}, about {model['one_tokens_per_s']:.3g} tokens/s expected"
+        quant_type = "as it is stored" if model["quant_type"] == AS_STORED else printable(model["quant_type"])
+        text += f", {quant_type}, about {model['one_tokens_per_s']:.3g} tokens/s expected"
     return f"{text}: {printable(model['problem'])}" if model["problem"] else text
 
 

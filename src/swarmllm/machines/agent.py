@@ -585,7 +585,9 @@ class Agent:
         """All models that this machine knows, with their plan on the machines, as if nothing else was served."""
         if self._listed is None or time.monotonic() - self._listed[0] > CATALOGUE_S:
             self._listed = time.monotonic(), await in_background(partial(entries, ()))
-        return await catalogue(self._view(), self._listed[1])
+        names = {one.name for one in self._listed[1]}
+        known = [one.entry for one in self._models if one.entry is not None and one.wanted.name not in names]
+        return await catalogue(self._view(), [*known, *self._listed[1]])
 
     async def preview(self, model: str, add: bool) -> dict[str, Any]:
         """The plan before and after `use(model, add=add)`. Changes nothing.
