@@ -11,6 +11,7 @@ import pytest
 from swarmllm.network.p2p.identity import Identity
 from swarmllm.training.differences import Difference, Rules, SharedState, quantize
 from swarmllm.training.rounds import (
+    MAX_MEMBERS,
     Adopt,
     Apply,
     Choice,
@@ -159,7 +160,8 @@ class Town:
                 there = self.homes.get(holder)
                 if there is not None and not there.frozen and action.sha256 in there.differences:
                     self.hear_offer(home, there.differences[action.sha256][0], there)
-                    return
+                    if action.sha256 in home.differences:
+                        return
             home.rounds.give_up(action.peer_id, action.sha256)
         elif isinstance(action, Apply):
             differences = {offer.peer_id: home.differences[offer.sha256][1] for offer in action.offers}
@@ -373,6 +375,20 @@ def test_floods_of_differences_are_not_kept() -> None:
     assert len(home.rounds.needed()) <= 4
     far = Offer(run=RUN, peer_id=liar.name, round=77, base="0" * 64, sha256="0" * 64)
     assert not home.rounds.take_offer(far, 0.0)
+
+
+def test_invented_homes_end_no_rounds() -> None:
+    town = Town(2)
+    home, liar = town.homes.values()
+    difference = quantize(np.ones(SIZE, np.float32))
+    for number in range(200):
+        offer = town.offer(liar, difference).model_copy(update={"peer_id": f"nobody-{number:03d}".ljust(52, "x")})
+        liar.differences[offer.sha256] = offer, difference
+        town.hear_offer(home, offer, liar)
+    assert len(home.rounds.needed()) == MAX_MEMBERS
+    for one in (home, liar):
+        town.train(one)
+    town.run(town.all_at(1))
 
 
 def test_members_have_the_run_s_signature() -> None:
