@@ -73,7 +73,7 @@ class SimulatedMachine:
     def look(self, facts: Facts, now: float) -> None:
         self.targets = self.decider.look(facts, now).targets
         children = [
-            Child(target=one, memory_bytes=memory(facts, one), is_online=now >= online_at, idle_s=1e9)
+            Child(target=one, memory_bytes=memory(facts, one), is_online=now >= online_at, idle_s=1e9, leaving_s=1e9)
             for one, online_at in self.servers.items()
         ]
         targets = {one: memory(facts, one) for one in self.targets}

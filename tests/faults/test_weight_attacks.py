@@ -1,4 +1,4 @@
-"""Machines that give wrong bytes or none, takers that flood or don't read, strangers, full disks, kills.
+"""Machines that give wrong bytes or none, takers that flood or do not read, strangers, full disks, kills.
 
 Each test ends with the model's right bytes on the taker, or with one clear error.
 """
@@ -97,7 +97,7 @@ async def test_a_giver_of_wrong_bytes_is_banned_and_told(
 ) -> None:
     hostile = await machines.store(HOSTILE, tmp_path)
     await hostile.add_local(model, piece_bytes=PIECE_BYTES)
-    holding, gave = hostile._models[manifest.digest], []
+    holding, gave = hostile._models[manifest.digest], list[int]()
 
     def poisoned(piece: int) -> bytes:
         gave.append(piece)
@@ -369,6 +369,10 @@ async def test_pieces_that_did_not_reach_the_disk_are_taken_again(
     weights_file = next(path.glob("*.safetensors"))
     weights_file.write_bytes(bytes(weights_file.stat().st_size))
     again = await machines.store(TAKER, tmp_path)
+    other = await machines.store(HOSTILE, tmp_path)
+    whole, _ = await take(machines, other, manifest, TAKER, HONEST)
+    assert_whole(whole, model)
+    assert not other._members.is_banned(machines.peers[TAKER].peer_id)
     path, last = await take(machines, again, manifest, HONEST)
     assert_whole(path, model)
     assert 0 < last.bytes_from_machines <= weights_file.stat().st_size

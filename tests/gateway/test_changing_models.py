@@ -3,20 +3,27 @@ ended."""
 
 import asyncio
 import weakref
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from web_gateway import DTYPE, RunningGateway, local_swarm, running_gateway, wait_until
 
 from swarmllm import LocalSwarm, embedded_model_path
 from swarmllm.config import ClientModelConfig
 from swarmllm.errors import ConfigurationError
 from swarmllm.gateway.engine import model_choice
+from swarmllm.gateway.engine.model_choice import ModelChoice
+from swarmllm.gateway.engine.offered_model import OfferedModel
+from swarmllm.gateway.errors import ApiError
 
 PROMPT = "Once upon a time"
 Settings = Callable[[], Awaitable[ClientModelConfig]]
@@ -212,6 +219,7 @@ def test_a_name_is_offered_once(gateway: RunningGateway, servers: LocalSwarm) ->
         gateway.run(gateway.gateway.models.offer, "m", settings_for(servers))
 
 
+@pytest.mark.slow
 def test_a_model_whose_client_died_is_opened_anew(
     gateway: RunningGateway, servers: LocalSwarm, expected: Callable[[int], str]
 ) -> None:
@@ -224,3 +232,121 @@ def test_a_model_whose_client_died_is_opened_anew(
         daemon.kill()
         wait_until(lambda: old not in list(models), "the loss was noticed")
         assert text_of(gateway, "m") == expected(8)
+
+
+class FakeModel(OfferedModel):
+    """It notes whether it is closed while it is used."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._uses, self._unused = 0, asyncio.Event()
+        self.swarm = SimpleNamespace(swarm=SimpleNamespace(counts=Counter(opened=1)))
+        self.num_closed = 0
+
+    def close(self) -> None:
+        assert not self._uses
+        self.num_closed += 1
+
+
+async def turns(number: int) -> None:
+    """Turns of the event loop."""
+    for _ in range(number):
+        await asyncio.sleep(0)
+
+
+class Play:
+    """Requests, offers and failures in any order."""
+
+    def __init__(self) -> None:
+        self.models = ModelChoice()
+        self.opened: list[FakeModel] = []
+        self.num_opening = self.most_opening = 0
+        self.failing = False
+        self.requests: list[tuple[asyncio.Task[None], asyncio.Event]] = []
+
+    def open(self, _config: object, name: str, _max_length: object) -> FakeModel:
+        """In place of opening a client."""
+        if self.failing:
+            raise ConfigurationError("it fails")
+        self.opened.append(FakeModel(name))
+        return self.opened[-1]
+
+    async def in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
+        """In place of a thread: some turns of the loop later."""
+        self.num_opening += function == self.open
+        self.most_opening = max(self.most_opening, self.num_opening)
+        try:
+            await turns(3)
+            return function(*args)
+        finally:
+            self.num_opening -= function == self.open
+
+    async def settings(self) -> Any:
+        await asyncio.sleep(0)
+
+    async def use(self, name: str | None, end: asyncio.Event) -> None:
+        with suppress(ApiError):
+            async with self.models.using(self.models.any, name) as model:
+                await end.wait()
+                assert isinstance(model, FakeModel)
+                assert not model.num_closed
+
+    async def act(self, action: str, name: str) -> None:
+        if action == "offer" and name not in self.models:
+            self.models.offer(name, self.settings)
+        elif action == "withdraw" and name in self.models:
+            self.models.withdraw(name)
+        elif action == "lose":
+            for model in tuple(self.models):
+                if model.name == name:
+                    self.models.reopen(model)
+        elif action == "use":
+            end = asyncio.Event()
+            self.requests.append((asyncio.ensure_future(self.use(name if name != "a" else None, end)), end))
+        elif action == "end" and self.requests:
+            self.requests[0][1].set()
+            self.requests.append(self.requests.pop(0))
+        elif action == "fail":
+            self.failing = not self.failing
+        elif action == "wait":
+            await turns(20)
+        await turns(1)
+
+    async def end(self) -> None:
+        for _, end in self.requests:
+            end.set()
+        for offer in self.models.offers:
+            self.models.withdraw(offer.name)
+        await asyncio.gather(*(task for task, _ in self.requests))
+        await self.models.settle()
+
+
+ACTIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["offer", "offer", "withdraw", "lose", "use", "use", "end", "fail", "wait"]),
+        st.sampled_from("abc"),
+    ),
+    max_size=40,
+)
+
+
+@given(ACTIONS)
+def test_no_model_is_closed_while_it_is_used_and_none_is_forgotten(actions: list[tuple[str, str]]) -> None:
+    async def play() -> None:
+        one, counted = Play(), 0
+        patch.setattr(model_choice, "_open", one.open)
+        patch.setattr(asyncio, "to_thread", one.in_thread)
+        for action in actions:
+            await one.act(*action)
+            before, counted = counted, one.models.counts()["opened"]
+            assert counted >= before  # counts of closed clients stay
+        await one.end()
+        assert [model.num_closed for model in one.opened] == [1] * len(one.opened)
+        assert one.models.counts()["opened"] == len(one.opened)
+        assert not one.models._leaving
+        assert not one.models._dropped
+        assert one.most_opening <= 1
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_choice, "RETRY_AFTER_S", 0)
+        asyncio.run(play())

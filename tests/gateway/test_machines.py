@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx2 as httpx
 import pytest
 import segno
 from fake_agent import KEY, FakeAgent, FakeOffer, machine, two_machines
 from web_gateway import NAME, RunningGateway, running_gateway, wait_until
 
 from swarmllm import LocalSwarm, embedded_model_path
+from swarmllm.gateway.__main__ import bound_sockets, served_machines
 from swarmllm.gateway.machines import MAX_COMMAND_BYTES, MachinesPages, qr_rows
 from swarmllm.gateway.settings import GatewayConfig
 
@@ -239,3 +241,22 @@ def test_a_picture_is_asked_for_in_the_gateway_s_loop(machines: RunningGateway, 
     finally:
         del agent.picture  # type: ignore[method-assign]
     assert loops == [machines.loop]
+
+
+def test_the_gateway_of_a_machine_ends_with_its_block() -> None:
+    """As `swarmllm up` runs it, in the agent's event loop."""
+
+    async def run() -> None:
+        config = GatewayConfig(model=(), port=0, num_threads=1)
+        sockets = bound_sockets(config)
+        async with (
+            served_machines(config, FakeAgent(), KEY, sockets) as address,
+            httpx.AsyncClient(base_url=address) as client,
+        ):
+            assert (await client.get("api/machines")).json() == two_machines()
+            assert (await client.post("api/machines/drop", json={"name": "m"}, headers=BEARER)).status_code == 200
+            assert "<title>swarmllm machines</title>" in (await client.get("swarm")).text
+            assert "<title>swarmllm swarm</title>" in (await client.get("swarm?model=m")).text
+        assert all(one.fileno() == -1 for one in sockets)
+
+    asyncio.run(run())

@@ -77,7 +77,7 @@ def load(checkpoint: Checkpoint, span: Span | None) -> nn.Module:
     return load_pruned(cls, checkpoint, dtype=torch.float32, progress=False)
 
 
-@pytest.mark.parametrize("name", sampled(NAMES, 24))
+@pytest.mark.parametrize("name", sampled(NAMES, 48))
 def test_blocks_and_clients_of_every_architecture(name: str, tmp_path: Path) -> None:
     kind, _, model = name.partition(":")
     directory = tmp_path / "model"

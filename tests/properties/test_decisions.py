@@ -11,7 +11,7 @@ from tests.machine_swarm import ALL, MODEL, SimulatedMachine, SimulatedSwarm, ma
 
 from swarmllm.data_structures import Span
 from swarmllm.machines import decisions
-from swarmllm.machines.decisions import Facts, Target, plan_models, span_bytes
+from swarmllm.machines.decisions import Decider, Facts, Target, plan_models, span_bytes
 from swarmllm.machines.records import Hosted, MachineRecord
 from swarmllm.swarm.planning import Plan
 
@@ -63,6 +63,52 @@ def test_plans_depend_on_records_alone_and_fit_the_memory(
     assert all(used[peer_id] <= one.memory_bytes for peer_id, one in records.items())
 
 
+NUMBERS = st.sampled_from([0.0, 1e-300, 1e-9, 1.0, 1e9, 1e15])
+HELD = st.builds(
+    Hosted,
+    manifest=st.sampled_from([manifest("a"), manifest("b")]),
+    start=st.sampled_from([0, 3, 8, 4096]),
+    end=st.sampled_from([1, 3, 8, 4096]),
+    quant_type=st.sampled_from(["int8", "q4_k", "none", ""]),
+    state=st.sampled_from(["waiting", "fetching", "loading", "online", "leaving", "failed"]),
+)
+RECORDS = st.builds(
+    record,
+    st.sampled_from(["m0", "m1", "m2"]),
+    st.sampled_from([0, 1, 30, 100, 1 << 33]),
+    gb_per_s=NUMBERS.map(lambda number: number / 1e9),
+    hosted=st.lists(HELD, max_size=4).map(tuple),
+).flatmap(
+    lambda one: st.builds(
+        lambda ms, round_trips, speeds: one.model_copy(
+            update={"ms_per_block": ms, "round_trips": tuple(round_trips), "format_bytes_per_s": tuple(speeds)}
+        ),
+        st.sampled_from([0.0, 1e-300, 1.0, 1e6]),
+        st.lists(
+            st.tuples(st.sampled_from(["m0".ljust(46, "-"), "x"]), st.sampled_from([0.0, 1e-300, 1e6])), max_size=2
+        ),
+        st.lists(st.tuples(st.sampled_from(["int8", "q4_k", "?"]), NUMBERS), max_size=2),
+    )
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(RECORDS, max_size=4), st.integers(0, 2))
+def test_no_record_of_a_member_stops_the_others(records: list[MachineRecord], number: int) -> None:
+    known = {one.peer_id: one for one in records} | {record("own", 40).peer_id: record("own", 40)}
+    facts = Facts(
+        own=record("own", 40).peer_id,
+        records=known,
+        wanted=wanted(*"ab"[:number]),
+        sizes={manifest(name): MODEL for name in "ab"},
+        command=number,
+    )
+    decider = Decider()
+    for now in (0.0, 2.0, 1000.0):
+        decision = decider.look(facts, now)
+        assert {one.manifest for one in decision.targets} <= {one.manifest for one in facts.wanted}
+
+
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.integers(12, 90), min_size=1, max_size=4), st.integers(0, 99))
 def test_all_blocks_are_served_and_then_nothing_moves(mib: list[int], seed: int) -> None:
@@ -109,6 +155,7 @@ def flips(period_s: float, changed: dict[str, object], honest: MachineRecord, no
     return honest.model_copy(update=changed) if now // period_s % 2 else honest
 
 
+@pytest.mark.rotates(4)
 @pytest.mark.parametrize("period_s", [3.0, 25.0, 70.0, 300.0])
 @pytest.mark.parametrize(
     "changed",

@@ -15,6 +15,18 @@ CONFIG = {"host_maddrs": ["/ip4/127.0.0.1/tcp/0"], "lan_discovery": False, "devi
 SPEEDS = {"int8": 1e10, "q4_k": 1e10}
 
 
+def note_speeds(state: Path) -> None:
+    """So that a machine needn't measure, and all are alike."""
+    import torch
+
+    from swarmllm.server.device.device import hardware_name
+    from swarmllm.version import __version__
+
+    state.mkdir(exist_ok=True)
+    known = {"hardware": hardware_name(torch.device("cpu")), "version": __version__, "formats": SPEEDS}
+    (state / "speeds.json").write_text(json.dumps(known))
+
+
 class Machine:
     """One machine with a state directory of its own. To be used by `with`, which kills it if it still runs."""
 
@@ -25,28 +37,17 @@ class Machine:
             "invite": invite or None,
             "config": {**CONFIG, "public_name": name, **config},
         }
-        self.state.mkdir(exist_ok=True)
         self.log = directory / f"{name}.log"
         self.picture: dict[str, Any] = {}
         self.start()
 
     def start(self) -> None:
         """Start the process, also again."""
-        self._note_speeds()
+        note_speeds(self.state)
         with self.log.open("a") as log:
             line = [sys.executable, str(PROGRAM), json.dumps(self._settings)]
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
             self.process = forked.popen(line, stderr=log, start_new_session=True, **pipes)
-
-    def _note_speeds(self) -> None:
-        """So that it needn't measure, and all machines are alike."""
-        import torch
-
-        from swarmllm.server.device.device import hardware_name
-        from swarmllm.version import __version__
-
-        known = {"hardware": hardware_name(torch.device("cpu")), "version": __version__, "formats": SPEEDS}
-        (self.state / "speeds.json").write_text(json.dumps(known))
 
     def _write(self, content: Any) -> None:
         self.process.stdin.write(json.dumps(content) + "\n")

@@ -273,3 +273,35 @@ def test_two_machines_find_each_other_without_addresses(two_machines: tuple[str,
         assert "looking for a swarm" in story.stderr
         off = at_second("status", "--no_lan_discovery")
         assert off.returncode == 2
+
+
+@pytest.mark.slow
+def test_machines_that_start_at_once_are_one_swarm(
+    two_machines: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both find nobody, and found a swarm. Then one gives way, and becomes a member of the other one."""
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for number, machine in enumerate(two_machines):
+            monkeypatch.setenv("SWARMLLM_STATE_DIR", str(tmp_path / str(number)))
+            processes.append(
+                stack.enter_context(running(machine, "up", "--public_name", f"m{number}", log=tmp_path / machine))
+            )
+        pages = [page_of(one) for one in processes]
+        assert [page.partition("#")[0] for page in pages] == [f"http://192.168.77.{number}:8080/" for number in (1, 2)]
+        first, second = ((tmp_path / str(number) / "swarm.key").read_bytes() for number in (0, 1))
+        assert first == second
+        show = ["ip", "netns", "exec", two_machines[1], sys.executable, "-m", "swarmllm", "use"]
+        seen = ""
+        while "m0" not in seen:
+            seen = subprocess.run(show, capture_output=True, text=True, check=True).stdout
+        assert "m1" in seen
+
+
+def page_of(process: subprocess.Popen[str]) -> str:
+    """The address that a machine prints."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("swarmllm: open "):
+            return line.split()[2]
+    raise AssertionError("it ended")

@@ -21,6 +21,7 @@ from swarmllm.machines import downloads
 from swarmllm.machines.downloads import Hub, Progress
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.checkpoint.fingerprint import fingerprint
+from swarmllm.network.wire.protocol import FrameStream, MessageType, welcome
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 _no_task_left_behind = in_loop(no_task_left_behind, loop_scope="module")
@@ -69,6 +70,7 @@ def hub(model: Path) -> Iterator[HubStub]:
     with running_hub() as hub, pytest.MonkeyPatch.context() as monkeypatch:
         use_hub(hub, monkeypatch)
         files = {path.name: path.read_bytes() for path in model.iterdir()}
+        files["README.md"] = b"About it"
         hub.repositories["me/tiny"] = Repository(files, commit="c" * 40)
         yield hub
 
@@ -194,6 +196,37 @@ async def test_the_hub_helps_machines_that_give_nothing(
         assert (path / name).read_bytes() == data
 
 
+async def test_a_machine_that_claims_everything_holds_up_nobody(
+    machines: Machines, fresh_hub: HubStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says again and again that it fetches other pieces from the hub, and gives none."""
+    monkeypatch.setattr(downloads, "STALLED_S", 0.1)
+    monkeypatch.setattr(downloads, "LOOK_S", 0.05)
+    monkeypatch.setattr(downloads, "HUB_BYTES", 64 * PIECE_BYTES)
+    store = await machines.store(0, tmp_path, hub=Hub())
+    manifest = await store.add_from_hub("me/tiny", piece_bytes=PIECE_BYTES)
+    num_asked = 0
+
+    async def claim(stream: FrameStream) -> None:
+        nonlocal num_asked
+        await welcome(stream)
+        while True:
+            message = await stream.receive()
+            num_asked += 1
+            claims = ~manifest.none()
+            claims[num_asked % len(claims)] = False
+            has, claimed, wanted = (np.packbits(one).tobytes() for one in (~claims, claims, claims))
+            await stream.send(
+                MessageType.RESULT, {"id": message.header["id"], "is_here": False}, [has + claimed + wanted]
+            )
+
+    await machines.peers[1].serve_streams(claim)
+    told: list[Progress] = []
+    await store.fetch(manifest, Span(0, 4), client=True, givers=machines.givers(1), progress=told.append)
+    assert told[-1].bytes_from_hub == told[-1].done_bytes
+    assert num_asked
+
+
 async def test_a_hub_with_wrong_bytes_is_one_error(machines: Machines, fresh_hub: HubStub, tmp_path: Path) -> None:
     store = await machines.store(0, tmp_path, hub=Hub())
     manifest = await store.add_from_hub("me/tiny", piece_bytes=PIECE_BYTES)
@@ -208,7 +241,7 @@ async def test_a_model_of_the_hub_that_a_machine_has_comes_from_there(
     """In the hub's cache of its user, it needs no digests; others take it from there."""
     monkeypatch.setenv("SWARMLLM_CACHE", str(tmp_path / "cache"))
     first, second = [await machines.store(number, tmp_path, hub=Hub()) for number in range(2)]
-    for name in fresh_hub.repositories["me/tiny"].files:
+    for name in fresh_hub.repositories["me/tiny"].files.keys() - {"README.md"}:
         snapshot = Path(huggingface_hub.hf_hub_download("me/tiny", name, cache_dir=tmp_path / "cache")).parent
     fresh_hub.sent.clear()
     manifest = await first.add_from_hub("me/tiny", piece_bytes=PIECE_BYTES)
@@ -223,9 +256,14 @@ async def test_a_model_of_the_hub_that_a_machine_has_comes_from_there(
     monkeypatch.setenv("SWARMLLM_CACHE", str(tmp_path / "another"))
     for one in (manifest, with_digests):
         path = await second.fetch(one, Span(0, 4), client=True, givers=machines.givers(0))
-        for name, data in fresh_hub.repositories["me/tiny"].files.items():
-            assert (path / name).read_bytes() == data
-    assert fresh_hub.sent.total() == looked_at
+        for file in one.files:
+            assert (path / file.name).read_bytes() == fresh_hub.repositories["me/tiny"].files[file.name]
+    assert fresh_hub.sent.total() == looked_at + len(b"About it")  # which transformers doesn't download
+    monkeypatch.setenv("SWARMLLM_CACHE", str(tmp_path / "cache"))
+    third = await machines.store(2, tmp_path, hub=Hub())
+    assert await third.fetch(with_digests, Span(0, 4), client=True, givers=list) == snapshot
+    (snapshot / "config.json").unlink()
+    assert await third.fetch(with_digests, Span(0, 4), client=True, givers=machines.givers(0)) != snapshot
 
 
 async def test_without_a_hub(machines: Machines, fresh_hub: HubStub, tmp_path: Path) -> None:

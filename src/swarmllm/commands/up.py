@@ -39,6 +39,9 @@ EXAMPLES = """examples:
 """
 PORTS = range(8080, 8100)
 """Ports for the page; the first free one."""
+REPAIR_S = 90.0
+"""Seconds for which a text waits for missing blocks. Assumed: until then the machines have noticed that one has gone,
+and have loaded its blocks."""
 LOOPBACK, EVERYWHERE = "127.0.0.1", "0.0.0.0"
 UNIT = "swarmllm.service"
 PASSED_ON = ("SWARMLLM_STATE_DIR", "SWARMLLM_CACHE", "SWARMLLM_LOG_LEVEL", "HF_TOKEN", "HF_HOME", "HF_HUB_OFFLINE")
@@ -132,7 +135,7 @@ async def _serve_page(config: UpConfig, agent: "Agent", state: StateDirectory, s
         here = gateway.host if gateway.host not in (EVERYWHERE, "::") else LOOPBACK
         state.write("page.json", {"url": f"http://{here}:{port}/", "key": key}, secret=True)
         name = agent.swarm.name or agent.swarm.swarm_id[-8:]
-        print(f"swarmllm: {agent.config.name} is a machine of the swarm of {name}", flush=True)
+        print(f"swarmllm: {agent.config.name} is a machine of the swarm {name}", flush=True)
         print(f"swarmllm: open {agent.page or address}#key={key}", flush=True)
         try:
             await unless_stopped(stop, agent.run())
@@ -153,7 +156,7 @@ def _page_of(config: UpConfig, agent: "Agent") -> "tuple[GatewayConfig, list[soc
     host = config.host or (EVERYWHERE if is_shared else LOOPBACK)
     ports = PORTS if config.port is None else (config.port,)
     for port in ports:
-        gateway = GatewayConfig(model=(), host=host, port=port)
+        gateway = GatewayConfig(model=(), host=host, port=port, route_timeout_s=REPAIR_S)
         try:
             return gateway, bound_sockets(gateway)
         except ConfigurationError:

@@ -83,8 +83,7 @@ async def serve(config: GatewayConfig) -> None:
         models = await _given_up(opening) if stopping.done() else await opening
         if models is not None and not stopping.done():
             models.start()
-            gc.collect()
-            gc.freeze()  # torch's objects stay; scanning them would hold up the event loop for some tenths of a second
+            freeze_objects()
             gateway = Gateway(models, config)
             async with gateway.watching():
                 waiting.go_on(gateway.app)
@@ -113,6 +112,7 @@ async def served_machines(
     from swarmllm.gateway.engine.model_choice import ModelChoice
     from swarmllm.gateway.machines import MachinesPages
 
+    freeze_objects()
     gateway = Gateway(ModelChoice.open(config), config, MachinesPages(agent, page_key, config))
     server = web_server(gateway)
     serving = asyncio.create_task(server.serve(sockets), name="serve HTTP")
@@ -127,6 +127,13 @@ async def served_machines(
         await serving
         close_all(sockets)
         await asyncio.to_thread(gateway.models.close)
+
+
+def freeze_objects() -> None:
+    """Keep the garbage collector from scanning torch's objects, which stay. It would hold up the event loop for some
+    tenths of a second."""
+    gc.collect()
+    gc.freeze()
 
 
 async def _started(server: "uvicorn.Server", serving: "asyncio.Task[None]") -> None:

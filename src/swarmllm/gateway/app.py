@@ -105,14 +105,17 @@ class Gateway(Routes):
         self._is_watching = True
         for watch in self.watches.values():
             watch.start()
-        following = None if self.machines is None else asyncio.create_task(self.machines.follow(self.models))
+        following = set()
+        if self.machines is not None:
+            following.add(asyncio.create_task(self.machines.follow(self.models), name="follow the swarm's models"))
+        for task in following:
+            task.add_done_callback(_log_failure)
         try:
             yield
         finally:
-            if following is not None:
-                following.cancel()
-                with suppress(asyncio.CancelledError):
-                    await following
+            for task in following:
+                task.cancel()
+                await asyncio.wait({task})
             await self.engine.close()
             await self.models.settle()
             self._is_watching = False
@@ -192,6 +195,11 @@ class Gateway(Routes):
     def _on_response(self, path: str, status: int) -> None:
         """Count an answer. All unknown paths count as one, since there is no end of them."""
         self.metrics.requests.labels(path if path in self._table.paths else "other", str(status)).inc()
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        logger.error("%s failed: the list of models stays as it is", task.get_name(), exc_info=task.exception())
 
 
 async def _answer_error(table: RouteTable, request: Request, error: Exception) -> Response:

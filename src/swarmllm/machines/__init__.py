@@ -2,6 +2,9 @@
 
 agent       `swarmllm up`: looks at the swarm, plans, and serves the blocks of this machine
 decisions   which blocks this machine should serve now, and which servers to start and to end; pure
+offers      the memory and speed of this machine, and round trips to others
+models      the models that the swarm should serve: their sizes, their servers, and the client's part
+picture     what people see: JSON of machines, models, commands, and plans before they are commanded
 hosting     the server processes of this machine
 catalogue   models, their sizes, and their plans on some machines
 membership  become a member of a swarm: by invite, on the local network, as its founder

@@ -41,6 +41,14 @@ STUCK_S = {"waiting": 180.0, "fetching": 180.0, "loading": 1800.0}
 takes minutes, and nothing is counted meanwhile."""
 LEFT_OUT_S = 600.0
 """Seconds for which it is left out then."""
+BUSY_S = 90.0
+"""Seconds for which sessions of such a server may go on although its memory is needed. Assumed: a long answer."""
+BYTES_PER_S, BLOCK_MS, ROUND_TRIP_MS = (1e8, 1e14), (1e-3, 1e3), (1e-3, 1e4)
+"""Least and most that a record may claim. A slower machine isn't used. Assumed: the slowest memory of today reads ten
+times as fast."""
+QUIET_S = 6.0
+"""Seconds until sessions that began before have been announced. Assumed: twice the time between two announcements of a
+server of the agent, and a bit."""
 IDLE_S = 60.0
 """Seconds without a session after which a server of a model that nobody wants any more ends."""
 
@@ -170,20 +178,25 @@ def _formats(model: PlannedModel, wanted: Wanted) -> list[str]:
 
 
 def machine_of(record: MachineRecord, memory_bytes: int) -> Machine:
-    """A machine as `swarm/planning` sees it, with this much memory."""
+    """A machine as `swarm/planning` sees it, with this much memory. Absurd speeds are replaced by possible ones."""
     return Machine(
         peer_id=record.peer_id,
         memory_bytes=memory_bytes,
-        bytes_per_s=record.bytes_per_s,
-        ms_per_block=record.ms_per_block,
-        format_bytes_per_s=dict(record.format_bytes_per_s),
+        bytes_per_s=_possible(record.bytes_per_s),
+        ms_per_block=min(max(record.ms_per_block, BLOCK_MS[0]), BLOCK_MS[1]),
+        format_bytes_per_s={name: _possible(speed) for name, speed in record.format_bytes_per_s},
     )
+
+
+def _possible(bytes_per_s: float) -> float:
+    least, most = BYTES_PER_S
+    return min(bytes_per_s, most) if bytes_per_s >= least else 0.0
 
 
 def links_of(records: Iterable[MachineRecord]) -> dict[tuple[str, str], Link]:
     """The network between the machines, as far as they have measured it."""
     return {
-        (record.peer_id, other): Link(round_trip_ms=round_trip_ms)
+        (record.peer_id, other): Link(round_trip_ms=min(max(round_trip_ms, ROUND_TRIP_MS[0]), ROUND_TRIP_MS[1]))
         for record in records
         for other, round_trip_ms in record.round_trips
     }
@@ -278,6 +291,11 @@ class Decider:
         able = [host for host in present.hosts if not has_failed(facts.records[host[0]], wanted.manifest)]
         return is_covered(able, facts.sizes[wanted.manifest].num_blocks)
 
+    @property
+    def is_considering(self) -> bool:
+        """True if a new plan waits for the next look."""
+        return any(one.looks < LOOKS for one in self._proposals.values())
+
     def patience_s(self, now: float) -> float:
         """Seconds for which a better plan must stay the same."""
         while self._moves and now - self._moves[0] > REMEMBERED_S:
@@ -342,6 +360,13 @@ class Child:
     is_ending: bool = False
     idle_s: float = 0.0
     """Seconds since its last session; 0: it has sessions, or nobody knows."""
+    leaving_s: float = 0.0
+    """Seconds since it isn't wanted any more."""
+
+    @property
+    def is_busy(self) -> bool:
+        """True if it may have a session, and these haven't had time enough."""
+        return self.leaving_s < (QUIET_S if self.idle_s else BUSY_S)
 
 
 @dataclass(frozen=True)
@@ -365,7 +390,8 @@ def next_steps(
     """Decide which servers to start and to end.
 
     A server that another one replaces ends when that one is online, if the memory is enough for both. Servers of models
-    that nobody wants any more go on until they are idle, or until their memory is needed.
+    that nobody wants any more go on until they are idle. If their memory is needed, they end when they have no session
+    at the moment, or at the latest after `BUSY_S`.
 
     Args:
         targets: wanted blocks, with the memory that they take, the most important first.
@@ -392,7 +418,7 @@ def next_steps(
         for child in sorted(leaving, key=lambda one: (one.target.manifest in wanted, -one.idle_s, one.target)):
             if used_bytes + needed_bytes - freed <= offered_bytes:
                 break
-            if not child.is_ending and child not in end:
+            if not child.is_ending and child not in end and not (child.target.manifest not in wanted and child.is_busy):
                 end.append(child)
                 freed += child.memory_bytes
         break  # those behind it wait, too

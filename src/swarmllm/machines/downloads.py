@@ -36,6 +36,7 @@ from swarmllm.models.checkpoint.sources import hub_range
 from swarmllm.network.p2p.peer import Peer
 from swarmllm.network.wire.messages import WeightsHeader, WeightsResult, parse
 from swarmllm.network.wire.protocol import FrameStream, MessageType, hello, raise_error, send_error
+from swarmllm.network.wire.stream import Intake
 from swarmllm.server.downloads import in_background
 from swarmllm.version import __version__
 
@@ -49,8 +50,8 @@ LATE_S = 15.0
 """A piece that is under way for so long is asked for elsewhere as well, if nothing else is left to do."""
 BAN_S = 600.0
 """A giver of wrong bytes gets no requests for so long."""
-AGAIN_S = 5.0
-"""Seconds until a giver, or the hub, is tried again after it has failed."""
+AGAIN_S, MOST_AGAIN_S = 5.0, 60.0
+"""Seconds until a giver, or the hub, is tried again after it has failed. The hub's double each time."""
 LOOK_S = 0.5
 """Seconds between looks at who gives pieces."""
 STATE_S = 2.0
@@ -58,7 +59,8 @@ STATE_S = 2.0
 IDLE_STATE_S, STATE_S_PER_PIECE = 0.3, 5e-6
 """The same while it has nothing that is wanted; longer for a model of many pieces, as an answer has bits of each."""
 STALLED_S = 30.0
-"""A machine that has taken nothing from the hub for so long isn't waited for."""
+"""A machine that has taken nothing from the hub for so long isn't waited for. If nothing at all has come for so long,
+no machine is."""
 GREETED_S = 10.0
 """Longest wait for the answers of all others before the hub is asked."""
 SLOW_S, SLOW_BYTES_PER_S = 20.0, 1e6
@@ -135,6 +137,7 @@ class Members:
     def __init__(self, peer: Peer, member: str) -> None:
         self.peer_id = peer.peer_id
         self._peer, self._member = peer, member
+        self._intake = Intake(MAX_MANIFEST_BYTES + 4 * MAX_PIECE_BYTES)
         self._banned_until: dict[str, float] = {}
 
     def is_banned(self, peer_id: str) -> bool:
@@ -153,6 +156,7 @@ class Members:
             SwarmError: it can't be reached, or gives nothing.
         """
         stream = await self._peer.open_stream(giver.peer_id, giver.addrs, max_message_bytes=max_message_bytes)
+        stream.count_in(self._intake)
         try:
             await hello(stream, software=__version__, member=self._member)
         except BaseException:
@@ -374,6 +378,7 @@ class Download:
         self._looked_at = self._now(), counted.from_machines
         """The time, and the bytes from machines until then."""
         self._slow = False
+        self._arrived_at = self._now()
         self._random = np.random.default_rng()
 
     @property
@@ -469,7 +474,7 @@ class Download:
                 await link.ask_state()
                 self._board.of(peer_id).is_linked = True
                 await self._use(link)
-            except _WrongBytesError as error:
+            except CorruptWeightsError as error:
                 self._members.ban(peer_id, str(error))
                 await send_error(stream, error)
                 await stream.close()
@@ -505,7 +510,7 @@ class Download:
                 peer.has[piece] = False
                 self._released(piece)
             elif not await self._arrived(piece, data):
-                raise _WrongBytesError(f"piece {piece} of {self._model.manifest.name} isn't what its digest says")
+                raise CorruptWeightsError(f"piece {piece} of {self._model.manifest.name} isn't what its digest says")
 
     def _next(self, peer: PeerPieces, asked: Container[int]) -> int | None:
         """A missing piece that this machine has, and that isn't `asked` for yet there: any of them, so that machines
@@ -540,11 +545,13 @@ class Download:
             if self._failure is not None or not self._missing.any():
                 self._attention.set()
         self._counted.from_machines += len(data)
+        self._arrived_at, self._problem = self._now(), ""
         self._tell()
         return True
 
     async def _take_from_hub(self, hub: Hub) -> None:
         """Fetch pieces that no machine has, and that no other machine should fetch."""
+        pause_s = AGAIN_S
         while self._failure is None and self._missing.any():
             run = self._claim()
             if not run:  # others fetch it, or give it
@@ -553,7 +560,7 @@ class Download:
             self._writing += 1
             try:
                 await in_background(partial(self._read_from_hub, hub, run, asyncio.get_running_loop()))
-                self._problem, self._board.wants = "", self._missing
+                self._problem, self._board.wants, pause_s = "", self._missing, AGAIN_S
                 continue
             except ConfigurationError as error:
                 logger.warning("%s", error)
@@ -563,7 +570,8 @@ class Download:
                 self._writing -= 1
                 self._board.claims[run] = False
                 self._board.notify()
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MOST_AGAIN_S)
 
     def _read_from_hub(self, hub: Hub, run: Sequence[int], loop: asyncio.AbstractEventLoop) -> None:
         """Read, verify and write pieces, in a thread."""
@@ -580,6 +588,7 @@ class Download:
 
     def _came_from_hub(self, num_bytes: int) -> None:
         self._counted.from_hub += num_bytes
+        self._arrived_at = self._now()
         self._tell()
         self._board.notify()
 
@@ -598,7 +607,8 @@ class Download:
         wanted, slow = self._missing & ~self._board.claims, self._are_machines_slow()
         if not slow:
             wanted &= ~self._under_way
-        if not self._alone:
+        is_stuck = self._now() - self._arrived_at > STALLED_S  # whatever others claim
+        if not self._alone and not is_stuck:
             wanted = self._board.from_hub(self._members.peer_id, wanted, self._now(), are_slow=slow)
         found = np.flatnonzero(wanted)
         if not len(found):
@@ -615,10 +625,6 @@ class Download:
             end += 1
         self._board.claims[first:end] = True
         return list(range(first, end))
-
-
-class _WrongBytesError(CorruptWeightsError):
-    """A machine gave a piece that isn't what its digest says."""
 
 
 class _Link:

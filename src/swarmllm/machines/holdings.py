@@ -58,7 +58,9 @@ class WholeModel(Holding):
     def __init__(self, model: SharedModel) -> None:
         super().__init__(model.manifest)
         self._model = model
-        self._held = ~model.manifest.none()
+        known = {Path(path).name for path in model.stamps} | {SAMPLES}
+        here = (file for file in model.manifest.files if file.name in known)
+        self._held = model.manifest.pieces_of((file.name, 0, file.size) for file in here)
 
     @property
     def held(self) -> Pieces:
@@ -142,6 +144,11 @@ class PartialModel(Holding):
         missing = self.manifest.num_bytes(wanted & ~self.held)
         if missing and shutil.disk_usage(self.directory).free < missing + LEFT_BYTES:
             raise self._no_room()
+
+    @property
+    def is_unsure(self) -> bool:
+        """True if the machine may have stopped before all marked pieces were on the disk. Call `recheck` then."""
+        return bool(self._marks.unsure)
 
     def recheck(self) -> None:
         """Read pieces anew that may not have reached the disk before the machine stopped, and drop wrong ones.

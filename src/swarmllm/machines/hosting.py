@@ -54,7 +54,7 @@ class Hosting:
     num_sessions: int | None = None
     """Sessions in progress; None: nobody knows."""
     idle_since: float | None = None
-    is_leaving: bool = False
+    leaving_since: float | None = None
     is_ending: bool = False
     task: "asyncio.Task[None] | None" = None
 
@@ -66,6 +66,10 @@ class Hosting:
         """Note the sessions in progress that the server announces."""
         self.num_sessions = number
         self.idle_since = None if number != 0 else now if self.idle_since is None else self.idle_since
+
+    def note_leaving(self, is_leaving: bool, now: float) -> None:
+        """Note if this server goes on only until it isn't needed any more."""
+        self.leaving_since = None if not is_leaving else now if self.leaving_since is None else self.leaving_since
 
     def took(self, progress: Progress) -> None:
         """Note how many bytes of weights are here."""
@@ -82,6 +86,7 @@ class Hosting:
             is_online=self.is_online,
             is_ending=self.is_ending,
             idle_s=idle_s,
+            leaving_s=0.0 if self.leaving_since is None else now - self.leaving_since,
         )
 
     def as_hosted(self) -> Hosted:
@@ -92,7 +97,7 @@ class Hosting:
             start=span.start,
             end=span.end,
             quant_type=self.target.quant_type,
-            state="leaving" if self.is_leaving or self.is_ending else self.state,  # type: ignore[arg-type]
+            state="leaving" if self.leaving_since is not None or self.is_ending else self.state,  # type: ignore[arg-type]
             done_bytes=self.done_bytes,
             total_bytes=self.total_bytes,
             bytes_from_machines=self.bytes_from_machines,

@@ -7,8 +7,9 @@
     the local network         an open swarm; of several, the one with the smallest id
     nothing of these          a new swarm, open or private
 
-Two machines that start at the same moment may both found a swarm. So a founder announces its swarm, looks once more,
-and joins an open swarm with a smaller id.
+Machines that start at the same moment may each found a swarm. So a founder announces its swarm, looks once more, and
+joins an open swarm with a smaller id. Until it has looked, it lets nobody in: others would be left in a swarm that it
+leaves.
 
 A member of an open swarm gives the swarm key to machines that ask for it (JOIN), if they call from an address of a
 network of this machine. The stream is encrypted. So in an open swarm everybody in the local network can become a
@@ -20,8 +21,8 @@ import ipaddress
 import json
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import dataclass
 
 import psutil
@@ -43,7 +44,9 @@ JOIN_PROTOCOL = "/swarmllm/join/1"
 """libp2p's name for streams of JOIN: one line of JSON each way."""
 MAX_LINE_BYTES = 4096
 JOIN_TIMEOUT_S = 10.0
-SECOND_LOOK_S = 3.0
+MOST_LOOKS, WAIT_S = 15, 1.0
+"""Looks at the local network, and seconds between two, while a member says that it will answer soon."""
+SECOND_LOOK_S = 5.0
 """Seconds for which a founder looks for another swarm that began at the same time."""
 MAX_ADDRESSES = 64
 
@@ -110,9 +113,14 @@ async def find_membership(
     Raises:
         ConfigurationError: the invite is of no use, or the state directory can't be written.
     """
+    before = state.swarm_key()
     if invite is not None:
         found = read_membership(invite)
-    elif (before := state.swarm_key()) is not None:
+        if before is not None and before.peer_id != found.swarm_id:
+            logger.warning(
+                "this machine leaves the swarm %s, because the invite is to another one", before.peer_id[-8:]
+            )
+    elif before is not None:
         said = state.read("swarm.json", {})
         known = tuple(one for one in state.read("peers.json", []) if isinstance(one, str))
         return Membership(before, str(said.get("name", "")), said.get("open") is True and not private, known)
@@ -139,27 +147,46 @@ async def join_open_swarm(
         name: of this machine, for people.
         below: only swarms with smaller ids than this one.
     """
-    swarms: dict[str, list[FoundPeer]] = {}
-    for member in await find_machines(timeout_s=timeout_s):
-        if below is None or member.fingerprint < below:
-            swarms.setdefault(member.fingerprint, []).append(member)
-    if not swarms:
+    async with AsyncExitStack() as stack:
+        peer: Peer | None = None
+        for _ in range(MOST_LOOKS):
+            swarms: dict[str, list[FoundPeer]] = {}
+            for member in await find_machines(
+                lambda member: below is None or member.fingerprint < below, timeout_s=timeout_s
+            ):
+                if below is None or member.fingerprint < below:
+                    swarms.setdefault(member.fingerprint, []).append(member)
+            if not swarms:
+                return None
+            if peer is None:
+                peer = await stack.enter_async_context(open_peer())
+            joined, must_wait = await _ask_all(peer, swarms, name)
+            if joined is not None or not must_wait:
+                return joined
+            await asyncio.sleep(WAIT_S)
         return None
-    async with open_peer() as peer:
-        for swarm_id in sorted(swarms):
-            for member in swarms[swarm_id]:
-                try:
-                    key, swarm_name = await ask_to_join(peer, member.peer_id, member.maddrs, swarm_id, name)
-                except SwarmError as error:
-                    logger.warning("%s at %s doesn't let this machine in: %s", member.model, member.maddrs[0], error)
-                else:
-                    known = initial_peers_of(swarms[swarm_id])
-                    return Membership(key, swarm_name, is_open=True, initial_peers=known)
-    return None
 
 
-async def ask_to_join(peer: Peer, member: str, addrs: Sequence[str], swarm_id: str, name: str) -> tuple[Identity, str]:
-    """Ask a member for the swarm key. Returns the key and the swarm's name.
+async def _ask_all(peer: Peer, swarms: Mapping[str, Sequence[FoundPeer]], name: str) -> tuple[Membership | None, bool]:
+    """Ask the members of these swarms, those of the smallest id first. True: one of them wants to be asked later."""
+    for swarm_id in sorted(swarms):
+        for member in swarms[swarm_id]:
+            try:
+                joined = await ask_to_join(peer, member.peer_id, member.maddrs, swarm_id, name)
+            except SwarmError as error:
+                logger.warning("%s at %s doesn't let this machine in: %s", member.model, member.maddrs[0], error)
+                continue
+            if joined is None:
+                return None, True
+            key, swarm_name = joined
+            return Membership(key, swarm_name, is_open=True, initial_peers=initial_peers_of(swarms[swarm_id])), False
+    return None, False
+
+
+async def ask_to_join(
+    peer: Peer, member: str, addrs: Sequence[str], swarm_id: str, name: str
+) -> tuple[Identity, str] | None:
+    """Ask a member for the swarm key. Returns the key and the swarm's name; None: ask again later.
 
     Raises:
         PeerError: it can't be reached, or doesn't give the key of this swarm.
@@ -176,6 +203,8 @@ async def ask_to_join(peer: Peer, member: str, addrs: Sequence[str], swarm_id: s
                 abort_transport(writer.transport)
     except (TimeoutError, OSError, ValueError) as error:
         raise PeerError(f"the machine {member} gives no answer that makes sense: {error!r}", member) from None
+    if answer.get("wait") == swarm_id:
+        return None
     if isinstance(refusal := answer.get("refused"), str):
         raise ConfigurationError(printable(refusal[:200]))
     try:
@@ -192,6 +221,8 @@ class Doorkeeper:
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
+        self.is_settled = True
+        """False while this machine may still leave the swarm that it has just founded."""
         self.num_joined = 0
 
     async def serve(self, caller: Caller, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -211,6 +242,8 @@ class Doorkeeper:
         if caller.through_relay or not is_of_own_network(caller.host, own_networks()):
             logger.warning("refused the swarm key to %s, which calls from %s", caller.peer_id, caller.host or "a relay")
             return {"refused": "only machines of the same local network join without an invite"}
+        if not self.is_settled:
+            return {"wait": swarm.swarm_id}
         self.num_joined += 1
         logger.info("%s at %s joins the swarm", printable(str(asked.get("name", ""))[:64]), caller.host)
         return {"member_key": swarm.key.key.private_bytes_raw().hex(), "name": swarm.name}

@@ -42,7 +42,7 @@ from swarmllm.machines.records import MAX_GIVEN, is_membership
 from swarmllm.models.checkpoint.manifest import MANIFEST, PIECE_BYTES, Manifest, Pieces
 from swarmllm.models.checkpoint.pieces import cached_on_hub, describe, describe_on_hub, remembered
 from swarmllm.network.p2p.peer import Peer
-from swarmllm.network.wire.messages import WeightsHeader, WeightsResult, parse
+from swarmllm.network.wire.messages import ErrorHeader, WeightsHeader, WeightsResult, parse
 from swarmllm.network.wire.protocol import FrameStream, HelloHeader, Message, MessageType, send_error, welcome
 from swarmllm.network.wire.stream import Intake
 from swarmllm.server.downloads import in_background
@@ -242,7 +242,7 @@ class WeightStore:
 
     # Giving
 
-    def check_member(self, peer_id: str, greeting: HelloHeader) -> None:
+    def _check_member(self, peer_id: str, greeting: HelloHeader) -> None:
         """Refuse everybody but members.
 
         Raises:
@@ -255,22 +255,15 @@ class WeightStore:
         if not self._shares:
             raise BlocksNotServedError("this machine keeps its files (--no_share_weights)")
 
-    async def serve(self, stream: FrameStream, greeting: HelloHeader | None = None) -> None:
-        """Answer one stream that another machine has opened, until it ends. Without `greeting`, it begins with HELLO.
+    async def serve(self, stream: FrameStream) -> None:
+        """Greet another machine that has opened a stream, and answer it until the stream ends.
 
         Raises:
             SwarmError: the reason why it has ended.
         """
         peer_id = stream.peer_id
         stream.count_in(self._intake)
-        if greeting is None:
-            greeting = await welcome(stream, software=__version__, accept=partial(self.check_member, peer_id))
-        else:
-            try:
-                self.check_member(peer_id, greeting)
-            except BlocksNotServedError as error:
-                await send_error(stream, error)
-                raise
+        await welcome(stream, software=__version__, accept=partial(self._check_member, peer_id))
         if self._takers.total() >= MAX_TAKERS or self._takers[peer_id] >= MAX_STREAMS_PER_TAKER:
             overloaded = ServerOverloadedError("this machine gives weights to too many others already")
             await send_error(stream, overloaded)
@@ -294,7 +287,8 @@ class WeightStore:
             except TimeoutError:
                 return
             if message.type is MessageType.ERROR:
-                logger.warning("%s says: %.300s", stream.peer_id, message.header.get("message"))
+                said = parse(ErrorHeader, message.header, stream.peer_id)
+                logger.warning("%s says: %s", stream.peer_id, said.message)
                 return
             if message.type is not MessageType.WEIGHTS:
                 raise RemoteProtocolError(f"{message.type.name} to a machine that gives weights", stream.peer_id)
@@ -322,6 +316,8 @@ class WeightStore:
         manifest = model.manifest
         if header.wants == "manifest":
             return manifest.as_bytes()
+        if isinstance(model, PartialModel) and model.is_unsure:
+            await in_background(model.recheck)
         if header.wants == "piece":
             if header.piece >= manifest.num_pieces or not model.held[header.piece]:
                 return None

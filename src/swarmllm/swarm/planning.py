@@ -1,8 +1,8 @@
 """A plan for a swarm: the blocks of each machine, their format, and the expected speed. Pure.
 
-Used by `swarmllm models`. All machines that see the same facts make the same plan: the order of inputs doesn't matter,
-inputs are rounded, and ties are broken by peer id. Two machines may still round a noisy speed differently, if it is
-between two steps. So the present plan stays unless another one is clearly better.
+Used by `swarmllm models` and by machines of `swarmllm up`. All machines that see the same facts make the same plan: the
+order of inputs doesn't matter, inputs are rounded, and ties are broken by peer id. Two machines may still round a noisy
+speed differently, if it is between two steps. So the present plan stays unless another one is clearly better.
 
 How a plan is made:
 

@@ -120,15 +120,17 @@ class Door:
         return line.reader, line
 
 
-async def answered(**fields: str) -> tuple[Identity, str]:
+async def answered(**fields: str) -> tuple[Identity, str] | None:
     door = Door(json.dumps(fields).encode() + b"\n")
     return await ask_to_join(cast(Peer, door), MEMBER.peer_id, [], KEY.peer_id, "b")
 
 
 async def test_answers_to_join_are_checked() -> None:
     raw = KEY.key.private_bytes_raw().hex()
-    key, name = await answered(member_key=raw, name="ho\x1bme")
-    assert (key.peer_id, name) == (KEY.peer_id, "ho?me")
+    joined = await answered(member_key=raw, name="ho\x1bme")
+    assert joined is not None
+    assert (joined[0].peer_id, joined[1]) == (KEY.peer_id, "ho?me")
+    assert await answered(wait=KEY.peer_id) is None
     with pytest.raises(ConfigurationError, match="not today"):
         await answered(refused="not today")
     with pytest.raises(PeerError, match="no swarm key"):
@@ -141,7 +143,7 @@ async def test_of_several_swarms_the_smallest_id_counts_and_liars_are_skipped(mo
     first, second = sorted([KEY, OTHER_KEY], key=lambda key: key.peer_id)
     found = [FoundPeer(MEMBER.peer_id, (ADDRESS,), "machines", key.peer_id, machines=True) for key in (second, first)]
 
-    async def find(**_: Any) -> Sequence[FoundPeer]:
+    async def find(*_: Any, **__: Any) -> Sequence[FoundPeer]:
         return found
 
     asked_for: list[str] = []
@@ -163,6 +165,29 @@ async def test_of_several_swarms_the_smallest_id_counts_and_liars_are_skipped(mo
     assert joined is not None
     assert joined.swarm_id == second.peer_id
     assert await join_open_swarm(peer, "b", below=first.peer_id) is None  # this machine's own swarm is the smallest
+
+
+async def test_a_founder_lets_nobody_in_until_it_has_looked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    doorkeeper = Doorkeeper(OPEN)
+    doorkeeper.is_settled = False
+    line = Line(JOIN)
+    await doorkeeper.serve(NEIGHBOUR, line.reader, cast(asyncio.StreamWriter, line))
+    assert json.loads(line.answer) == {"wait": KEY.peer_id}
+    member = FoundPeer(MEMBER.peer_id, (ADDRESS,), "machines", KEY.peer_id, machines=True)
+    answers = [None, None, (KEY, "home")]
+
+    async def find(*_: Any, **__: Any) -> Sequence[FoundPeer]:
+        return [member]
+
+    async def ask(*_: Any) -> tuple[Identity, str] | None:
+        return answers.pop(0)
+
+    monkeypatch.setattr(membership, "find_machines", find)
+    monkeypatch.setattr(membership, "ask_to_join", ask)
+    monkeypatch.setattr(membership, "WAIT_S", 0.0)
+    joined = await join_open_swarm(lambda: cast(Any, nullcontext(None)), "b")
+    assert joined is not None
+    assert (joined.swarm_id, joined.initial_peers, answers) == (KEY.peer_id, (ADDRESS,), [])
 
 
 def test_an_invite_makes_a_member() -> None:

@@ -333,20 +333,32 @@ def describe_on_hub(
 
 
 def cached_on_hub(manifest: Manifest, hub_cache: Path, cache_dir: Path) -> SharedModel | None:
-    """The same model in the hub's cache, if all of its files are there: without digests, the commit tells them.
+    """The same model in the hub's cache, if all files that it runs with are there.
 
-    `cache_dir` as in `describe`, which reads the files if there are digests.
+    The commit tells that they are the same. If the manifest has digests, they are compared: `cache_dir` as in
+    `describe`.
     """
     directory = hub_cache / manifest.directory
-    stamps = _stamps(directory / file.name for file in manifest.files)
-    sizes = {str(directory / file.name): file.size for file in manifest.files}
-    if not manifest.commit or {path: size for path, (size, _) in stamps.items()} != sizes:
-        return None
     place = str(directory / manifest.gguf)
+    stamps = _stamps(directory / file.name for file in manifest.files)
+    for file in manifest.files:
+        size, _ = stamps.get(str(directory / file.name), (None, 0))
+        if size != file.size and not (size is None and _is_for_people(file.name)):
+            return None
+    if not manifest.commit:
+        return None
     if any(file.digests for file in manifest.files):
         found = describe(place, cache_dir=cache_dir, piece_bytes=manifest.piece_bytes)
-        return found if found.manifest == manifest else None
+        if not {*found.manifest.files} <= {*manifest.files}:
+            return None
     return SharedModel(place, manifest, directory, b"", stamps)
+
+
+def _is_for_people(name: str) -> bool:
+    """True of files that transformers doesn't download with a model."""
+    return name.endswith((".md", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".pdf")) or name.startswith(
+        ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
+    )
 
 
 def _is_small_on_hub(sizes: dict[str, int], name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Who of several machines fetches which pieces from the hub, and how bytes are spread over time."""
+"""The machine that fetches a piece from the hub, of several that want it; and how bytes are spread over time."""
 
 import asyncio
 from collections.abc import Container
