@@ -5,6 +5,7 @@ Addresses look public, since libp2p judges by that; nothing leaves the namespace
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 from contextlib import suppress
@@ -32,10 +33,11 @@ def has_ipv6() -> bool:
     return False
 
 
-def missing() -> str:
-    """The tool or right that this machine lacks; "" if nothing."""
-    if not (shutil.which("ip") and shutil.which("nft")):
-        return "needs the commands ip and nft"
+def missing(*commands: str) -> str:
+    """The tool or right that this machine lacks; "" if nothing. `commands`: ip and nft if none is named."""
+    commands = commands or ("ip", "nft")
+    if not all(map(shutil.which, commands)):
+        return f"needs the commands {' and '.join(commands)}"
     made = subprocess.run(["unshare", "--net", "true"], capture_output=True)
     return "" if made.returncode == 0 else "network namespaces are not permitted here"
 
@@ -72,6 +74,23 @@ class Internet:
         self._ip(name, "route", "add", "default", "via", f"192.168.{number}.1")
         for command, text in ((("sysctl", "-qw", "net.ipv4.ip_forward=1"), ""), (("nft", "-f", "-"), ROUTER)):
             subprocess.run([*self.within(router), *command], input=text, text=True, check=True)
+
+    def add_neighbour(self, name: str, number: int) -> str:
+        """A host of a network without routers, where multicast reaches all. Returns its address."""
+        address = f"10.77.0.{number}"
+        self._add(name)
+        self._connect(name, "lan", "net", f"{name}-port")
+        self._ip("net", "link", "set", f"{name}-port", "master", "bridge")
+        self._ip(name, "addr", "add", f"{address}/24", "dev", "lan")
+        self._ip(name, "route", "add", "default", "via", "10.77.0.254")
+        return address
+
+    def kill(self, name: str) -> None:
+        """Kill all processes of a host, as a power cut does."""
+        found = subprocess.check_output(["ip", "netns", "pids", PREFIX + name], text=True)
+        for pid in found.split():
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
 
     def within(self, name: str) -> list[str]:
         return ["ip", "netns", "exec", PREFIX + name]
