@@ -34,11 +34,16 @@ LOG_FILE = "rounds.jsonl"
 MAX_KEPT = 4
 """Differences of one member to keep: of this round and the next one, and a second one of each, which proves a lie."""
 
+MAX_CHOSEN = (MAX_KEPT + 1) * MAX_MEMBERS
+"""Most differences of a round that are told and counted: those of members that are there, and `MAX_MEMBERS` of others
+that have left, or that a member has invented."""
+MAX_LOSS = 1e6
+
 PeerId = Annotated[str, Field(min_length=40, max_length=64)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Signature = Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
 RoundNumber = Annotated[int, Field(ge=0, le=MAX_ROUND)]
-Choice = Annotated[tuple[tuple[PeerId, Digest], ...], Field(max_length=4 * MAX_MEMBERS)]
+Choice = Annotated[tuple[tuple[PeerId, Digest], ...], Field(max_length=MAX_CHOSEN)]
 """Differences: the peer id of each, and the SHA-256 of its bytes."""
 
 _MEMBER, _OFFER, _LINE = b"swarmllm member of a run 1\x00", b"swarmllm difference 1\x00", b"swarmllm round 1\x00"
@@ -91,7 +96,7 @@ class Offer(PeerModel):
     """Of the payload."""
     tokens: Annotated[int, Field(ge=0, le=1 << 40)] = 0
     """Tokens of training since the last one, as its sender says."""
-    loss: Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False)] | None = None
+    loss: Annotated[float, Field(ge=-MAX_LOSS, le=MAX_LOSS, allow_inf_nan=False)] | None = None
     """Mean loss of these steps, as its sender says."""
     name: Annotated[PeerText, Field(max_length=64)] = ""
     signature: Signature = "0" * 128
@@ -242,7 +247,7 @@ class Rounds:
 
     def _take_vote(self, peer_id: str, key: Key, have: Choice, now: float) -> None:
         if (one := self._round(key, now)) is not None:
-            one.votes[peer_id] = (*one.votes.get(peer_id, ()), *have)[: 4 * MAX_MEMBERS]
+            one.votes[peer_id] = (*one.votes.get(peer_id, ()), *have)[:MAX_CHOSEN]
             one.first_vote_at = now if one.first_vote_at is None else one.first_vote_at
 
     def take_offer(self, offer: Offer, now: float) -> bool:
@@ -250,6 +255,9 @@ class Rounds:
         kept = [one for one in self._rounds.values() for peer_id, _ in one.offers if peer_id == offer.peer_id]
         one = self._round((offer.round, offer.base), now) if len(kept) < MAX_KEPT else None
         if one is None:
+            return False
+        known = self.others.keys() | {self._own}
+        if offer.peer_id not in known and sum(peer_id not in known for peer_id, _ in one.offers) >= MAX_MEMBERS:
             return False
         one.offers[offer.peer_id, offer.sha256] = offer
         return True
@@ -359,7 +367,8 @@ class Rounds:
         """The union of the votes, without those that sent two differences, and without lost ones."""
         entries = {entry for have in one.votes.values() for entry in have} - one.lost
         senders = [peer_id for peer_id, _ in entries]
-        return {(peer_id, sha256) for peer_id, sha256 in entries if senders.count(peer_id) == 1}
+        single = {(peer_id, sha256) for peer_id, sha256 in entries if senders.count(peer_id) == 1}
+        return set(sorted(single)[:MAX_CHOSEN])
 
     def _adopt(self, now: float) -> Adopt | None:
         """The state to take from others, if theirs counts more."""

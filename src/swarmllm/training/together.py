@@ -30,6 +30,7 @@ from swarmllm.network.p2p.identity import Identity, lock_identity
 from swarmllm.training.differences import Floats, Rules, SharedState, quantize
 from swarmllm.training.members import Members, Membership, saved_state
 from swarmllm.training.privacy import epsilon_of, with_noise
+from swarmllm.training.rounds import MAX_LOSS
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +150,7 @@ class Together:
         me = Membership(
             run=key,
             own=own,
-            name=self.settings.name or socket.gethostname()[:64],
+            name=(self.settings.name or socket.gethostname())[:64],
             shapes=self._shapes(),
             rules=rules,
             directory=self.directory,
@@ -290,8 +291,9 @@ class Together:
             difference = quantize(with_noise(true, self.settings.clip_norm, noise, np.random.default_rng()))
         else:
             difference = quantize(true)
-        loss = sum(self._losses) / len(self._losses) if self._losses else None
-        is_sent = self._the_loop.run_coroutine(self._the_members.offer(difference, shared, self._tokens, loss))
+        loss = sum(self._losses) / len(self._losses) if self._losses else math.nan
+        told = loss if abs(loss) <= MAX_LOSS else None
+        is_sent = self._the_loop.run_coroutine(self._the_members.offer(difference, shared, self._tokens, told))
         if not is_sent:
             return False
         # With noise, the whole true difference is forgotten, or the next one would undo the noise of this one.

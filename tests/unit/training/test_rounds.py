@@ -11,6 +11,7 @@ import pytest
 from swarmllm.network.p2p.identity import Identity
 from swarmllm.training.differences import Difference, Rules, SharedState, quantize
 from swarmllm.training.rounds import (
+    MAX_MEMBERS,
     Adopt,
     Apply,
     Choice,
@@ -159,7 +160,8 @@ class Town:
                 there = self.homes.get(holder)
                 if there is not None and not there.frozen and action.sha256 in there.differences:
                     self.hear_offer(home, there.differences[action.sha256][0], there)
-                    return
+                    if action.sha256 in home.differences:
+                        return
             home.rounds.give_up(action.peer_id, action.sha256)
         elif isinstance(action, Apply):
             differences = {offer.peer_id: home.differences[offer.sha256][1] for offer in action.offers}
@@ -225,17 +227,17 @@ def keep_training(town: Town, home: Home, every_s: float, until: int, value: flo
     town.later(every_s, train)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 8, 16])
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 16])
 def test_all_homes_have_the_same_after_each_round(count: int) -> None:
     town = Town(count, seed=count)
     for number, home in enumerate(list(town.homes.values())):
-        keep_training(town, home, 1.0 + 0.1 * number, 5, value=1.0 + number)
-    town.run(lambda: town.all_at(5)() and town.agree())
+        keep_training(town, home, 1.0 + 0.1 * number, 2, value=1.0 + number)
+    town.run(lambda: town.all_at(2)() and town.agree())
     for home in town.homes.values():
         assert all(len(names) == count for names in home.applied.values())
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_a_home_that_is_killed_in_a_round_costs_the_others_nothing(seed: int) -> None:
     town = Town(4, seed)
     homes = list(town.homes.values())
@@ -352,7 +354,7 @@ def test_a_lie_about_the_state_convinces_nobody_but_the_liar() -> None:
     assert one.state.round == 2
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_votes_that_only_some_have_heard_are_mended(seed: int) -> None:
     """The states of a divided round differ; afterwards all have the same again, and nobody has stopped."""
     town = Town(5, seed, slowest_s=3.0)
@@ -373,6 +375,20 @@ def test_floods_of_differences_are_not_kept() -> None:
     assert len(home.rounds.needed()) <= 4
     far = Offer(run=RUN, peer_id=liar.name, round=77, base="0" * 64, sha256="0" * 64)
     assert not home.rounds.take_offer(far, 0.0)
+
+
+def test_invented_homes_end_no_rounds() -> None:
+    town = Town(2)
+    home, liar = town.homes.values()
+    difference = quantize(np.ones(SIZE, np.float32))
+    for number in range(200):
+        offer = town.offer(liar, difference).model_copy(update={"peer_id": f"nobody-{number:03d}".ljust(52, "x")})
+        liar.differences[offer.sha256] = offer, difference
+        town.hear_offer(home, offer, liar)
+    assert len(home.rounds.needed()) == MAX_MEMBERS
+    for one in (home, liar):
+        town.train(one)
+    town.run(town.all_at(1))
 
 
 def test_members_have_the_run_s_signature() -> None:
