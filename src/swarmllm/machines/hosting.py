@@ -50,7 +50,7 @@ class Hosting:
     bytes_from_hub: int = 0
     problem: str = ""
     peer_id: str = ""
-    """Of the server, once it is online."""
+    """The peer id of the server, once it is online."""
     num_sessions: int | None = None
     """Sessions in progress; None: nobody knows."""
     idle_since: float | None = None

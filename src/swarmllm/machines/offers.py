@@ -1,4 +1,4 @@
-"""What a machine can do: its memory and speed, measured once, and the round trips to other machines.
+"""The abilities of a machine: its memory and speed, measured once, and the round trips to other machines.
 
 Used by the agent, for its record.
 """

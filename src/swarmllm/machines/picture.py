@@ -1,4 +1,4 @@
-"""What people see of a swarm of machines, as JSON: pages, `swarmllm use`, and plans that nobody has commanded yet.
+"""A swarm of machines as people see it, as JSON: pages, `swarmllm use`, and plans that nobody has commanded yet.
 
 The agent gives a `View`; nothing here changes it.
 """

@@ -1,4 +1,4 @@
-"""What machines of a swarm tell each other. Pure.
+"""Records and commands that machines of a swarm tell each other. Pure.
 
 A swarm of machines has an Ed25519 key, the *swarm key*. Members have its private half, which is in the invite. The
 public half is the swarm's name in the DHT, so strangers who know it can look, and change nothing: a `MachineRecord`
@@ -107,7 +107,7 @@ class Hosted(PeerModel):
 
 
 class MachineRecord(PeerModel):
-    """What a machine announces, every few seconds."""
+    """The announcement of a machine, every few seconds."""
 
     peer_id: PeerId
     member: Signature

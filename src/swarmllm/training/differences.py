@@ -1,4 +1,4 @@
-"""What homes send each other, and what they make of it: the same bits on every machine. Pure.
+"""Messages of homes about their training, and the result of a round: the same bits on every machine. Pure.
 
 A *difference* is the shared values minus a home's own, after some steps of training. It travels in 8 bits: one scale
 for each block of values. All homes get the same bytes, and each computes the next shared values from them. So nobody
@@ -149,7 +149,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class SharedState:
-    """What all members have in common after a round."""
+    """The values that all members have in common after a round."""
 
     round: int
     values: Floats

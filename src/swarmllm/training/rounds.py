@@ -57,7 +57,7 @@ class MemberHeader(PeerModel):
     size: Annotated[int, Field(ge=1, le=1 << 40)]
     """Number of trained values."""
     shapes: Digest
-    """Of the shapes of the trained tensors."""
+    """A digest of the shapes of the trained tensors."""
     outer_lr: Annotated[float, Field(ge=0, le=1e6)]
     outer_momentum: Annotated[float, Field(ge=0, le=1)]
     trim: Annotated[float, Field(ge=0, le=0.5)]
@@ -93,7 +93,7 @@ class Offer(PeerModel):
     base: Digest
     """Digest of the state that it was computed from."""
     sha256: Digest
-    """Of the payload."""
+    """A digest of the payload."""
     tokens: Annotated[int, Field(ge=0, le=1 << 40)] = 0
     """Tokens of training since the last one, as its sender says."""
     loss: Annotated[float, Field(ge=-MAX_LOSS, le=MAX_LOSS, allow_inf_nan=False)] | None = None
@@ -300,7 +300,7 @@ class Rounds:
     # Decisions
 
     def step(self, now: float) -> list[Action]:
-        """What is to be done now. All of it must be done, and told, before the next call."""
+        """The work that is to be done now. All of it must be done, and told, before the next call."""
         self.wakes_at = None
         if (adopt := self._adopt(now)) is not None:
             return [adopt]

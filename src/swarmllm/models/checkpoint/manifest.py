@@ -42,7 +42,7 @@ PIECE_BYTES = 1 << 20
 tensor of a block seldom brings many bytes of its neighbours."""
 MAX_PIECE_BYTES = 4 << 20
 MAX_MANIFEST_BYTES = 64 << 20
-"""Of a model of a terabyte, in pieces of 1 MiB. Such a manifest has 45 MB."""
+"""Enough for a model of a terabyte in pieces of 1 MiB, whose manifest has 45 MB."""
 MAX_PIECES = 1 << 20
 MAX_FILES = 4096
 DIGEST_BYTES = 32
