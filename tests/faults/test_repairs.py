@@ -200,6 +200,21 @@ def test_a_text_goes_on_with_the_same_rounding_if_it_can(blocks: Blocks, caplog:
                 swarm.kill(swarm.servers[taking_over])
 
 
+def test_rounding_is_noted_though_another_server_of_the_route_cannot_be_opened(blocks: Blocks) -> None:
+    exact, coarse = {"decode_ms_per_block": 9.0}, {"quant_type": "nf4", "decode_ms_per_block": 1.0}
+    layout = [(0, 3), (3, 6), (3, 6), (0, 3), (0, 3)]
+    with InProcessSwarm(blocks, layout, announced=[exact, exact, exact, coarse, exact], min_gain_to_move=1) as swarm:
+        swarm.first_route([swarm.hop(0, 0, 3), swarm.hop(1, 3, 6)])
+        swarm.kill(swarm.servers[1])
+        reference = Reference(blocks.all)
+        with swarm.session(max_length=64) as session:
+            for length, used in ((5, [0, 2]), (1, [4, 2])):
+                given = hidden_states(1, length)
+                torch.testing.assert_close(session.step(given), reference.step(given))
+                assert [hop.server.peer_id for hop in session.route] == [swarm.servers[one].peer_id for one in used]
+                swarm.kill(swarm.servers[0])
+
+
 class Dials:
     """Which servers the client has tried to open sessions on, in this order."""
 

@@ -33,7 +33,7 @@ ROW_TOKENS = 512
 MOST_TOKENS = 16 * ROW_TOKENS
 """Assumed to be enough: mean squares of more text differ little."""
 MOST_BYTES = 128 * MOST_TOKENS
-"""Of the text's file. Assumed: tokens are shorter on average. So a file of any size is read quickly."""
+"""Most bytes to read of the text. Assumed: tokens are shorter on average. So a file of any size is read quickly."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -369,6 +369,7 @@ class OpenRoute(Sequence[Hop]):
         async def open_hop(route_hop: RouteHop) -> None:
             hop = await Hop.open(self._view, route_hop, settings, chain_version=chain_version)
             self._hops = sorted([*self._hops, hop], key=lambda hop: hop.span)
+            self._note_rounding([route_hop])  # also if another server of this route can't be opened
 
         route = await self._view.routes.find(span, self.preferring_alike(costs, span))
         opening = await asyncio.gather(*map(open_hop, route), return_exceptions=True)
@@ -378,7 +379,6 @@ class OpenRoute(Sequence[Hop]):
                 self._view.report(error)
         if errors:
             raise errors[0]
-        self._note_rounding(route)
 
     def preferring_alike(self, costs: RouteCosts, span: Span) -> RouteCosts:
         """The costs for a text that should go on as it began: servers that round otherwise come last."""
