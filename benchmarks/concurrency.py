@@ -48,8 +48,8 @@ FAR_DELAY_MS = 50.0
 """One-way delay."""
 FAR_CLIENTS = 8
 PARTS = ("scaling", "mixed", "far")
-SERVERS = {"batched": "", "one by one": "max_batch_sessions = 1\n"}
-"""Kinds of servers, and what is in the file of `--config`."""
+SERVERS: dict[str, dict[str, int]] = {"batched": {}, "one by one": {"max_batch_sessions": 1}}
+"""Kinds of servers, and their settings."""
 
 
 class Clients:
@@ -228,10 +228,7 @@ def near(path: Path, args: argparse.Namespace) -> dict[str, list[Any]]:
     with ExitStack() as stack:
         swarms: dict[str, list[Clients]] = {}
         for name, settings in SERVERS.items():
-            config = path.parent / f"{name}.toml"
-            config.write_text(settings)
-            options = {**server_options(args), "config": str(config)}
-            swarm = stack.enter_context(LocalSwarm(path, num_servers=2, **options))
+            swarm = stack.enter_context(LocalSwarm(path, num_servers=2, **server_options(args), **settings))
             swarms[name] = [Clients(path, swarm.initial_peers, args.dtype) for _ in range(args.processes)]
             for process in swarms[name]:
                 stack.callback(process.close)

@@ -38,10 +38,9 @@ def test_each_client_gets_the_tokens_that_it_gets_alone(model: Any, expected: li
     assert generate_together(model, texts(LENGTHS), NEW_TOKENS) == expected
 
 
-def test_batching_can_be_switched_off(llama: Path, expected: list[list[int]], tmp_path: Path) -> None:
-    (tmp_path / "server.toml").write_text("max_batch_sessions = 1\n")
+def test_batching_can_be_switched_off(llama: Path, expected: list[list[int]]) -> None:
     with (
-        LocalSwarm(llama, spans=[(0, NUM_BLOCKS)], config=tmp_path / "server.toml", **OPTIONS) as swarm,
+        LocalSwarm(llama, spans=[(0, NUM_BLOCKS)], max_batch_sessions=1, **OPTIONS) as swarm,
         connected(llama, swarm.initial_peers) as model,
     ):
         assert generate_together(model, texts(LENGTHS), NEW_TOKENS) == expected

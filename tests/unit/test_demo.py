@@ -1,6 +1,7 @@
 """The demo's model, and what it makes of times and lengths."""
 
 import hashlib
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +11,9 @@ import pytest
 from swarmllm.demo import __main__ as demo
 from swarmllm.demo import local_swarm
 from swarmllm.demo.__main__ import Answer, DemoConfig, choose_model, middle_of_the_longest, usual_gap_s
-from swarmllm.demo.local_swarm import LocalServer, demo_model_path, embedded_model_path, smollm2_path
+from swarmllm.demo.local_swarm import LocalServer, LocalSwarm, demo_model_path, embedded_model_path, smollm2_path
 from swarmllm.errors import ConfigurationError, CorruptWeightsError, PeerTimeoutError
+from swarmllm.server.__main__ import parse_config
 
 Installs = Callable[[bytes | None], Path]
 
@@ -96,3 +98,24 @@ def test_patience_with_a_server_can_be_set_for_all_servers(tmp_path: Path, monke
     with pytest.raises(PeerTimeoutError, match="is not online after 0 s"):
         server.wait_until_ready()
     server.kill()
+
+
+def test_settings_without_a_flag_and_those_of_a_file_reach_the_servers(tmp_path: Path) -> None:
+    """A program in a server's place keeps its command line for the server's own parser."""
+    (tmp_path / "mine.toml").write_text("max_batch_sessions = 3\nnum_threads = 7\n")
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import json, sys\n"
+        "json.dump(sys.argv[2:-1], open(sys.argv[1], 'w'))\n"
+        "print('swarmllm: serving blocks [0, 1) of M as P')\n"
+        "print('swarmllm: join with --initial_peers M', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    seen = tmp_path / "seen"
+    given = {"num_threads": 1, "cache_dir": tmp_path / 'a "cache"', "device": ["cpu", "cpu"], "relay": False}
+    command = [sys.executable, str(program), str(seen)]
+    with LocalSwarm("M", [(0, 1)], program=command, config=tmp_path / "mine.toml", public_name=None, **given):
+        config = parse_config(json.loads(seen.read_text()))
+    assert config.block_indices == (0, 1)
+    assert (config.max_batch_sessions, config.num_threads) == (3, 1), "the file's, unless given"
+    assert (config.cache_dir, config.device, config.relay) == (str(given["cache_dir"]), ("cpu", "cpu"), False)

@@ -16,12 +16,14 @@ import contextlib
 import hashlib
 import importlib.util
 import itertools
+import json
 import os
 import queue
 import re
 import signal
 import sys
 import threading
+import tomllib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,7 +33,7 @@ from typing import Self, cast
 
 from swarmllm.data_structures import Span
 from swarmllm.errors import ConfigurationError, CorruptWeightsError, PeerTimeoutError, SwarmError
-from swarmllm.files import PrivateDirectory
+from swarmllm.files import PrivateDirectory, read_text
 
 START_TIMEOUT_S = 300.0
 """Seconds until the next line of a server that starts. Assumed: on a busy machine too, only a server that hangs takes
@@ -163,7 +165,8 @@ class LocalSwarm:
     Args:
         spans: the blocks of each server, e.g. `[(0, 4), (4, 8)]`; or
         num_servers: this many servers with equal shares.
-        server_options: flags for all servers, e.g. `quant_type="none"`, `num_threads=1`, `new_flag=True`.
+        server_options: settings of all servers, those without a flag, too, e.g. `quant_type="none"`, `num_threads=1`,
+            `max_batch_sessions=1`. `config` names a TOML file of others.
     """
 
     def __init__(
@@ -249,18 +252,25 @@ class LocalSwarm:
             raise ConfigurationError("start the swarm first: with LocalSwarm(…) as swarm:")
         settings: dict[str, object] = {"host_maddrs": "/ip4/127.0.0.1/tcp/0", **self._options, **options}
         program = cast(Sequence[str], settings.pop("program", SERVER))
-        arguments = ["--model", self.model]
+        if file := settings.pop("config", None):
+            settings = {**tomllib.loads(read_text(str(file))), **settings}
+        path = self._directory.path / f"server-{len(self.servers)}.toml"
+        path.write_text("".join(f"{name} = {_toml(one)}\n" for name, one in settings.items() if one is not None))
+        arguments = ["--model", self.model, "--config", str(path)]
         if span is not None:
             arguments += ["--block_indices", f"{span[0]}:{span[1]}"]
         arguments += ["--initial_peers", *initial_peers] if initial_peers else ["--new_swarm"]
-        for name, value in settings.items():
-            if value is not None and value is not False:
-                values = value if isinstance(value, (list, tuple)) else [] if value is True else [value]
-                arguments += [f"--{name}", *map(str, values)]
         log_path = self._directory.path / f"server-{len(self.servers)}.log"
         server = LocalServer(arguments, log_path, program=program)
         self.servers.append(server)
         return server
+
+
+def _toml(value: object) -> str:
+    """A setting's value in a TOML file."""
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_toml, value))}]"
+    return json.dumps(value if isinstance(value, (bool, int, float)) else str(value), ensure_ascii=False)
 
 
 def embedded_model_path() -> str:
