@@ -1,7 +1,6 @@
 """The demo's model, and what it makes of times and lengths."""
 
 import hashlib
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -103,19 +102,20 @@ def test_patience_with_a_server_can_be_set_for_all_servers(tmp_path: Path, monke
 def test_settings_without_a_flag_and_those_of_a_file_reach_the_servers(tmp_path: Path) -> None:
     """A program in a server's place keeps its command line for the server's own parser."""
     (tmp_path / "mine.toml").write_text("max_batch_sessions = 3\nnum_threads = 7\n")
-    program = tmp_path / "program.py"
+    program = tmp_path / "program.sh"
     program.write_text(
-        "import json, sys\n"
-        "json.dump(sys.argv[2:-1], open(sys.argv[1], 'w'))\n"
-        "print('swarmllm: serving blocks [0, 1) of M as P')\n"
-        "print('swarmllm: join with --initial_peers M', flush=True)\n"
-        "sys.stdin.read()\n"
+        'printf "%s\\n" "$@" > "$0.seen"\n'
+        "echo 'swarmllm: serving blocks [0, 1) of M as P'\n"
+        "echo 'swarmllm: join with --initial_peers M'\n"
+        "exec cat\n"
     )
-    seen = tmp_path / "seen"
     given = {"num_threads": 1, "cache_dir": tmp_path / 'a "cache"', "device": ["cpu", "cpu"], "relay": False}
-    command = [sys.executable, str(program), str(seen)]
-    with LocalSwarm("M", [(0, 1)], program=command, config=tmp_path / "mine.toml", public_name=None, **given):
-        config = parse_config(json.loads(seen.read_text()))
+    with LocalSwarm(
+        "M", [(0, 1)], program=["sh", str(program)], config=tmp_path / "mine.toml", public_name=None, **given
+    ):
+        *arguments, last = Path(f"{program}.seen").read_text().splitlines()
+        config = parse_config(arguments)
+    assert last == "--stop_on_stdin_eof"
     assert config.block_indices == (0, 1)
     assert (config.max_batch_sessions, config.num_threads) == (3, 1), "the file's, unless given"
     assert (config.cache_dir, config.device, config.relay) == (str(given["cache_dir"]), ("cpu", "cpu"), False)
