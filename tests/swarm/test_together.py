@@ -1,12 +1,13 @@
 """Homes that train together: as good as one run on all data, whatever some of them do."""
 
 import asyncio
+import itertools
 import json
 import math
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ from swarmllm.network.p2p.peer import Peer
 from swarmllm.network.wire.protocol import MessageType, hello
 from swarmllm.training import RunSettings, Together, TogetherCallback
 from swarmllm.training.privacy import epsilon_of
-from swarmllm.training.rounds import LOG_FILE, is_genuine_line, membership
+from swarmllm.training.rounds import membership
+from swarmllm.training.run_log import LOG_FILE, is_genuine_line, summary
 from swarmllm.training.together import INVITE_FILE
 
 pytestmark = pytest.mark.timeout(900)
@@ -79,7 +81,12 @@ def small_home(directory: Path, run: str, seed: int, steps: int, **settings: Any
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     generator = torch.Generator().manual_seed(seed)
     chosen = RunSettings(host_maddrs=HERE, name=f"home {seed}", **settings)
-    with Together(optimizer, run, every=5, directory=directory, settings=chosen) as together:
+
+    def loss_of(texts: Sequence[str]) -> float:
+        inputs = torch.eye(40)[: sum(map(len, texts))]
+        return (model(inputs) - 1).square().mean().item()
+
+    with Together(optimizer, run, every=5, directory=directory, settings=chosen, loss_of=loss_of) as together:
         for _ in range(steps):
             inputs = torch.randn(8, 40, generator=generator)
             loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
@@ -95,7 +102,7 @@ def test_two_homes_end_with_the_same_values_and_a_signed_log(tmp_path: Path) -> 
     first, second = tmp_path / "first", tmp_path / "second"
 
     def one() -> None:
-        found[0] = small_home(first, "a run", 0, 22, wait_for=2)
+        found[0] = small_home(first, "a run", 0, 22, wait_for=2, common_texts=("a", "few letters"))
 
     def other() -> None:
         found[1] = small_home(second, invite_of(first), 1, 22, wait_for=2)
@@ -104,22 +111,39 @@ def test_two_homes_end_with_the_same_values_and_a_signed_log(tmp_path: Path) -> 
     assert torch.equal(found[0][1].weight, found[1][1].weight)
     assert found[0][0].round == found[1][0].round == 5  # four of 5 steps, and one of the last 2
     logs = [lines(first), lines(second)]
-    assert [line["digest"] for line in logs[0]] == [line["digest"] for line in logs[1]]
-    for line in (*logs[0], *logs[1]):
-        assert is_genuine_line(line)
+    assert all(map(is_genuine_line, (*logs[0], *logs[1])))
+    assert [line["digest"] for line in logs[0][:5]] == [line["digest"] for line in logs[1][:5]]
+    for line in (*logs[0][:5], *logs[1][:5]):
         assert sorted(member["name"] for member in line["members"]) == ["home 0", "home 1"]
     assert [member["tokens"] for member in logs[0][1]["members"]] == [40, 40]
     assert sum(member["tokens"] for line in logs[0] for member in line["members"]) == 2 * 22 * 8
     assert (first / INVITE_FILE).stat().st_mode & 0o77 == 0
+    check_losses_on_common_texts(found[0][0], logs)
 
     again, model = small_home(first, "a run", 0, 3)  # after everybody has left: it goes on where they were
     assert again.round == 6
+    assert len(summary(first / LOG_FILE).shared_losses) == 7  # it has kept the common texts
     assert not torch.equal(model.weight, found[0][1].weight)
+
+
+def check_losses_on_common_texts(together: Together, logs: list[list[dict[str, Any]]]) -> None:
+    """Both homes measure the same shared values, and say how good their own ones are."""
+    for *rounds, end in logs:
+        for line in rounds:
+            first, second = line["members"]
+            assert first["shared_loss"] == pytest.approx(second["shared_loss"])
+            assert first["own_loss"] != pytest.approx(second["own_loss"])
+        shared = [line["members"][0]["shared_loss"] for line in rounds]
+        assert all(after < before for before, after in itertools.pairwise([*shared, end["shared_loss"]]))
+        assert (end["round"], end["members"]) == (5, [])
+        assert end["shared_loss"] == pytest.approx(together.shared_loss)
 
 
 def test_noise_is_not_taken_back_and_its_budget_outlives_the_process(tmp_path: Path) -> None:
     noisy = {"noise_multiplier": 4.0, "clip_norm": 0.5}
-    together, _ = small_home(tmp_path, "a run", 0, 10, **noisy)
+    together, _ = small_home(tmp_path, "a run", 0, 10, **noisy, common_texts=("some letters",))
+    told = [line["members"][0] for line in lines(tmp_path) if line["members"]]
+    assert all(one["loss"] is None and one["own_loss"] is None and one["shared_loss"] for one in told)
     assert together.epsilon() == pytest.approx(epsilon_of(1e-5, 2 / 16))
     again, _ = small_home(tmp_path, "a run", 0, 5, **noisy)
     assert again.epsilon() == pytest.approx(epsilon_of(1e-5, 3 / 16))
@@ -157,6 +181,8 @@ def test_homes_with_other_rules_or_models_are_told_so(tmp_path: Path) -> None:
             invite = invite_of(first)
             with pytest.raises(ConfigurationError, match="different rules"):
                 small_home(wrong / "rules", invite, 1, 3, outer_lr=1.0)
+            with pytest.raises(ConfigurationError, match="different common texts"):
+                small_home(wrong / "texts", invite, 1, 3, common_texts=("others",))
             optimizer = torch.optim.SGD(torch.nn.Linear(41, 4).parameters(), lr=0.05)
             settings = RunSettings(host_maddrs=HERE)
             with (

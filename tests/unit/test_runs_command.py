@@ -7,7 +7,7 @@ import pytest
 
 from swarmllm.commands.runs import MOST_BARS, bars, main
 from swarmllm.network.p2p.identity import Identity
-from swarmllm.training.rounds import LOG_FILE, signed_line
+from swarmllm.training.run_log import LOG_FILE, signed_line
 
 
 def log(directory: Path, num_rounds: int = 3, name: str = "pirate") -> Path:

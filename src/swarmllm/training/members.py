@@ -30,9 +30,9 @@ from swarmllm.network.p2p.peer import Peer
 from swarmllm.network.wire.frames import LARGE_RUN_TYPES, Message, MessageType
 from swarmllm.network.wire.messages import parse
 from swarmllm.network.wire.protocol import FrameStream, hello, raise_error, send_error, welcome
+from swarmllm.training import common_texts
 from swarmllm.training.differences import Difference, Rules, SharedState, limits, unpack
 from swarmllm.training.rounds import (
-    LOG_FILE,
     MAX_MEMBERS,
     Adopt,
     Apply,
@@ -50,8 +50,8 @@ from swarmllm.training.rounds import (
     WantHeader,
     is_member,
     membership,
-    signed_line,
 )
+from swarmllm.training.run_log import LOG_FILE, signed_line
 from swarmllm.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ FETCH_S = 60.0
 REFUSED_S = 15.0
 """A state that nobody could send is asked for again after this time."""
 PIECE_BYTES = 16 << 20
-STATE_FILE = "state.bin"
+STATE_FILE, TEXTS_FILE = "state.bin", "common_texts.json"
 
 
 class RunRecord(PeerModel):
@@ -92,9 +92,21 @@ class Membership:
     shapes: str
     """SHA-256 of the shapes of the trained tensors, in hex."""
     rules: Rules
+    texts: bytes
+    """The common texts that this home names (`common_texts.packed`)."""
     directory: Path
     patience_s: float
     vote_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Claims of this home about its steps and values."""
+
+    tokens: int = 0
+    loss: float | None = None
+    own_loss: float | None = None
+    shared_loss: float | None = None
 
 
 @dataclass
@@ -115,6 +127,10 @@ class Members:
         self.me, self._spawn = me, spawn
         self.state = state
         """The newest shared state. Its arrays are never changed."""
+        self.texts = me.texts
+        """The common texts; empty until others have sent them."""
+        self._theirs: dict[str, str] = {}
+        """Digests of others' common texts."""
         self.counts = Counts()
         self.rounds = Rounds(me.own.peer_id, patience_s=me.patience_s, vote_s=me.vote_s)
         self._states: dict[str, SharedState] = {}
@@ -173,6 +189,8 @@ class Members:
                 await self._moved.wait_for(lambda: not self._awaited)
         if self._problem is not None:
             raise self._problem
+        if not self.texts:
+            await self._take_texts()
         if self.rounds.position is None and not any(self.rounds.others.values()):
             await self._move_to(self.state, ())
         if self.num_members < wait_for:
@@ -182,6 +200,19 @@ class Members:
             await self._moved.wait_for(lambda: self._problem is not None or self._is_together(wait_for))
         if self._problem is not None:
             raise self._problem
+
+    async def _take_texts(self) -> None:
+        """Get the common texts that most members name."""
+        told = list(self._theirs.values())
+        for digest in sorted(set(told), key=lambda one: (-told.count(one), one)):
+            for holder in [peer_id for peer_id, theirs in self._theirs.items() if theirs == digest]:
+                data = await self._ask(holder, WantHeader(state=digest), (digest, 0)) or b""
+                with suppress(RemoteProtocolError):
+                    common_texts.unpacked(data, digest, holder)
+                    self.texts = data
+                    return
+        if told:
+            logger.warning("nobody sends the common texts of this run, so this home doesn't measure on them")
 
     def _is_together(self, wait_for: int) -> bool:
         own = self.rounds.position
@@ -196,7 +227,7 @@ class Members:
             self._problem = LocalProtocolError(f"the rounds of this run ended here: {error!r}")
             self._spawn(self._tell_moved(), name="tell that rounds ended")
 
-    async def offer(self, difference: Difference, base: SharedState, tokens: int, loss: float | None) -> bool:
+    async def offer(self, difference: Difference, base: SharedState, report: Report) -> bool:
         """Send the own difference to `base`. False: there is a newer state, so make a new one."""
         position = self.rounds.position
         if base is not self.state or position is None or self.rounds.offered():
@@ -211,8 +242,10 @@ class Members:
             round=position.round,
             base=position.digest,
             sha256=sha256,
-            tokens=tokens,
-            loss=loss,
+            tokens=report.tokens,
+            loss=report.loss,
+            own_loss=report.own_loss,
+            shared_loss=report.shared_loss,
             name=self.me.name,
         ).signed(self.me.own)
         self._own_offer = offer
@@ -280,6 +313,8 @@ class Members:
             await asyncio.sleep(LOOK_S)
             with suppress(PeerError):  # `_announce` says it
                 await self._look()
+            if not self.texts:
+                await self._take_texts()
 
     async def _look(self) -> None:
         for peer_id, text in (await self.peer.dht_read(run_key(self.me.run.peer_id))).items():
@@ -332,6 +367,7 @@ class Members:
             outer_lr=rules.outer_lr,
             outer_momentum=rules.outer_momentum,
             trim=rules.trim,
+            common=common_texts.digest(self.texts),
             has_state=self.rounds.position is not None,
             name=self.me.name,
         )
@@ -344,7 +380,7 @@ class Members:
             raise RemoteProtocolError(f"{message.type.name} instead of MEMBER", stream.peer_id)
         theirs = parse(MemberHeader, message.header, stream.peer_id)
         try:
-            self._check(stream.peer_id, theirs)
+            self._check(stream.peer_id, own, theirs)
         except SwarmError as error:
             await send_error(stream, error)
             raise
@@ -355,23 +391,29 @@ class Members:
                 raise PeerError("there is a stream between these members already", stream.peer_id)
             self._spawn(before.close(), name="close the second stream")
         self._streams[stream.peer_id] = stream
+        if theirs.common is not None:
+            self._theirs[stream.peer_id] = theirs.common
         self.rounds.meet(stream.peer_id)
         if theirs.has_state:
             self._awaited.add(stream.peer_id)
         logger.info("%s is in the run", theirs.name or stream.peer_id)
 
-    def _check(self, peer_id: str, theirs: MemberHeader) -> None:
+    def _check(self, peer_id: str, own: MemberHeader, theirs: MemberHeader) -> None:
         if not is_member(peer_id, theirs.member, self.me.run.peer_id):
             raise RemoteProtocolError("this peer is no member of this run: join with an invite to it", peer_id)
-        if theirs.size != self.state.values.size or theirs.shapes != self.me.shapes:
+        if theirs.size != own.size or theirs.shapes != own.shapes:
             raise ConfigurationError(
-                f"this run trains {theirs.size} and {self.state.values.size} values of different shapes in two homes: "
+                f"this run trains {theirs.size} and {own.size} values of different shapes in two homes: "
                 "use the same model, the same kind of adapter, and the same optimizer groups everywhere"
             )
         if theirs.rules != self.me.rules:
             raise ConfigurationError(
                 f"homes have different rules, {theirs.rules} and {self.me.rules}: give the same settings everywhere"
             )
+        pairs = (own, theirs), (theirs, own)
+        differ = None not in (own.common, theirs.common) and own.common != theirs.common
+        if differ or any(a.common and not a.has_state and b.has_state and not b.common for a, b in pairs):
+            raise ConfigurationError("homes name different common texts: name them in the first home alone")
         if peer_id not in self._streams and self.num_members >= MAX_MEMBERS:
             raise ConfigurationError(f"this run has {MAX_MEMBERS} members, which is the most")
 
@@ -459,6 +501,8 @@ class Members:
         if state is not None and self._packed[0] != want.state:
             self._packed = want.state, await asyncio.to_thread(state.packed)
         whole = self._packed[1] if self._packed[0] == want.state else b""
+        if want.state == common_texts.digest(self.texts):
+            whole = self.texts
         piece = memoryview(whole)[want.offset : want.offset + PIECE_BYTES]
         header = StateHeader(digest=want.state, offset=want.offset, total=len(whole))
         self.counts.sent_bytes += len(piece)
@@ -602,6 +646,8 @@ class Members:
                 "name": offer.name,
                 "tokens": offer.tokens,
                 "loss": offer.loss,
+                "own_loss": offer.own_loss,
+                "shared_loss": offer.shared_loss,
                 "share": round(kept[offer.peer_id], 6),
                 "sha256": offer.sha256,
                 "base": offer.base,
@@ -621,11 +667,20 @@ class Members:
             "at": round(time.time(), 3),
         }
         self.counts.refused.clear()
+        self._add_line(fields)
+        who = ", ".join(f"{offer.name} {offer.tokens} tokens loss {offer.loss}" for offer in offers)
+        logger.info("round %d of %d: %s", state.round - 1, len(offers), who)
+
+
+    def note_end(self, shared_loss: float) -> None:
+        """Write how good the last shared values are on the common texts."""
+        fields = {"run": self.me.run.peer_id, "round": self.state.round, "members": [], "shared_loss": shared_loss}
+        self._add_line({**fields, "tokens": self.state.tokens, "at": round(time.time(), 3)})
+
+    def _add_line(self, fields: dict[str, object]) -> None:
         line = json.dumps(signed_line(fields, self.me.own), separators=(",", ":"))
         with (self.me.directory / LOG_FILE).open("a", encoding="utf-8") as file:
             file.write(line + "\n")
-        who = ", ".join(f"{offer.name} {offer.tokens} tokens loss {offer.loss}" for offer in offers)
-        logger.info("round %d of %d: %s", state.round - 1, len(offers), who)
 
 
 def saved_state(directory: Path, size: int) -> SharedState | None:

@@ -13,7 +13,7 @@ import logging
 import math
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -27,8 +27,9 @@ from swarmllm.errors import ConfigurationError
 from swarmllm.files import create_private_file, read_text, replace_file, user_path
 from swarmllm.invite import Invite, is_invite, read_invite, unpack_invites
 from swarmllm.network.p2p.identity import Identity, lock_identity
+from swarmllm.training import common_texts
 from swarmllm.training.differences import Floats, Rules, SharedState, quantize
-from swarmllm.training.members import Members, Membership, saved_state
+from swarmllm.training.members import STATE_FILE, TEXTS_FILE, Members, Membership, Report, saved_state
 from swarmllm.training.privacy import epsilon_of, with_noise
 from swarmllm.training.rounds import MAX_LOSS
 
@@ -53,6 +54,9 @@ class RunSettings:
     trim: float = 0.0
     """Share of the largest and of the smallest differences of each value to leave out: 0.25 of 4 homes leaves out one
     each. Lies count less then, and so does what only one home has seen."""
+    common_texts: tuple[str, ...] = ()
+    """Texts on which all homes measure the loss of their own values and of the shared ones, once a round. The first home
+    names them, and the others get them from it. At most 64 KiB, and best a few thousand tokens, on which nobody trains."""
     wait_for: int = 1
     """Homes that must be there before this one begins."""
     patience_s: float = 120.0
@@ -91,6 +95,8 @@ class Together:
 
     `run` is a name, which founds a run or goes on with it, or the invite that another home printed. The trained values
     are all parameters of the optimizer. At the beginning they become those of the run, and at the end as well.
+    `loss_of` returns the loss of the model, with the values that it has at the moment, on the run's common texts
+    (`RunSettings.common_texts`): `functools.partial(text_loss, model, tokenizer)`. Without it this home doesn't measure.
     `directory` holds this home's identity, the log of rounds, and the newest shared state, from which it goes on if
     nobody else is there. Without `initial_peers` the run has a small swarm of its own.
     """
@@ -104,6 +110,7 @@ class Together:
         directory: str | Path | None = None,
         initial_peers: Sequence[str] = (),
         settings: RunSettings | None = None,
+        loss_of: Callable[[Sequence[str]], float] | None = None,
     ) -> None:
         if every < 1:
             raise ConfigurationError(f"every must be 1 step or more, not {every}")
@@ -120,6 +127,11 @@ class Together:
         self._shared: SharedState | None = None
         self._sent: tuple[int, Floats] | None = None
         """Round and values of the own difference, until that round is over."""
+        self._loss_of, self._texts = loss_of, tuple[str, ...]()
+        self.shared_loss: float | None = None
+        """Loss of the newest shared values on the common texts, measured here."""
+        self.own_loss: float | None = None
+        """Loss of this home's values on them, before its last difference."""
         self._steps = self._tokens = 0
         self._losses: list[float] = []
         self._hook: Any = None
@@ -153,6 +165,7 @@ class Together:
             name=(self.settings.name or socket.gethostname())[:64],
             shapes=self._shapes(),
             rules=rules,
+            texts=self._known_texts(self.directory),
             directory=self.directory,
             patience_s=self.settings.patience_s,
             vote_s=min(10.0, self.settings.patience_s),
@@ -162,11 +175,12 @@ class Together:
         self._loop.on_close.append(self._members.close)
         try:
             self._loop.run_coroutine(self._begin(peers, name, key, resumes=saved is not None))
+            self._shared = self._members.state
+            self._write(self._shared.values)
+            self.shared_loss = self._measured()
         except BaseException:
             self._loop.close()
             raise
-        self._shared = self._members.state
-        self._write(self._shared.values)
         self._hook = self.optimizer.register_step_post_hook(lambda *_: self._after_step())
         return self
 
@@ -216,6 +230,8 @@ class Together:
         self._the_loop.run_coroutine(self._the_members.leave())
         assert self._shared is not None
         self._write(self._shared.values)
+        if self.shared_loss is not None:
+            self._the_members.note_end(self.shared_loss)
 
     # Training
 
@@ -267,7 +283,11 @@ class Together:
             move = state.values - before.values
             if self._sent is not None and state.counted.get(self._the_members.me.own.peer_id) == self._sent[0]:
                 move += self._sent[1]
-            self._write(self._flat() + move)
+            own = self._flat() + move
+            if self._loss_of is not None:
+                self._write(state.values)
+                self.shared_loss = self._measured()
+            self._write(own)
         self._shared, self._sent = state, None
 
     def _wait_for_news(self) -> None:
@@ -291,15 +311,31 @@ class Together:
             difference = quantize(with_noise(true, self.settings.clip_norm, noise, np.random.default_rng()))
         else:
             difference = quantize(true)
-        loss = sum(self._losses) / len(self._losses) if self._losses else math.nan
-        told = loss if abs(loss) <= MAX_LOSS else None
-        is_sent = self._the_loop.run_coroutine(self._the_members.offer(difference, shared, self._tokens, told))
+        is_sent = self._the_loop.run_coroutine(self._the_members.offer(difference, shared, self._report()))
         if not is_sent:
             return False
         # With noise, the whole true difference is forgotten, or the next one would undo the noise of this one.
         self._sent = shared.round, true if noise else difference.values()
         self._steps, self._tokens, self._losses = 0, 0, []
         return True
+
+    def _report(self) -> Report:
+        """Claims for the others. With noise, none may come from the own values, which would undo the noise."""
+        if self.settings.noise_multiplier:
+            return Report(tokens=self._tokens, shared_loss=self.shared_loss)
+        self.own_loss = self._measured()
+        loss = _told(sum(self._losses) / len(self._losses)) if self._losses else None
+        return Report(tokens=self._tokens, loss=loss, own_loss=self.own_loss, shared_loss=self.shared_loss)
+
+    def _measured(self) -> float | None:
+        """The loss of the values that the model has now, on the common texts."""
+        if self._loss_of is None:
+            return None
+        if not self._texts:  # they may come after this home
+            self._keep_texts(self._the_members.texts)
+        if not self._texts:
+            return None
+        return _told(float(self._loss_of(self._texts)))
 
     def _spend(self, noise_multiplier: float) -> None:
         """Note, before it is sent, that a difference takes a part of the budget; without noise, all of it."""
@@ -329,6 +365,24 @@ class Together:
 
     # What this home keeps
 
+    def _known_texts(self, directory: Path) -> bytes:
+        """The common texts of the settings, or those that the directory has."""
+        texts, path = common_texts.packed(self.settings.common_texts), directory / TEXTS_FILE
+        if texts and self._loss_of is None:
+            raise ConfigurationError("common texts need loss_of: give partial(text_loss, model, tokenizer)")
+        kept = path.read_bytes() if path.exists() else b""
+        if texts and kept and texts != kept:
+            raise ConfigurationError(f"the run in {directory} has other common texts: give another directory")
+        if texts and not kept and (directory / STATE_FILE).exists():
+            raise ConfigurationError(f"the run in {directory} began without common texts: give another directory")
+        return texts or kept
+
+    def _keep_texts(self, data: bytes) -> None:
+        assert self.directory is not None
+        if data:
+            (self.directory / TEXTS_FILE).write_bytes(data)
+            self._texts = common_texts.unpacked(data, str(common_texts.digest(data)))
+
     def _home_directory(self, name: str) -> tuple[Path, Identity]:
         """The directory of this home, and its identity. Without a chosen one, homes of one machine get one each."""
         chosen = self._chosen_directory
@@ -353,6 +407,11 @@ class Together:
         if self._members is None:
             raise ConfigurationError("the run has not begun: use `with Together(...)`")
         return self._members
+
+
+def _told(loss: float) -> float | None:
+    """The loss as others may hear it; None: it is no finite number, or too large."""
+    return loss if abs(loss) <= MAX_LOSS else None
 
 
 def _file_name(name: str) -> str:
