@@ -20,12 +20,13 @@ from together_homes import (
     Home,
     HomePlan,
     base_weights,
+    held_out_loss,
     homes,
     loss_of_one_run,
     texts,
     untrained_model,
 )
-from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from swarmllm.errors import ConfigurationError
 from swarmllm.invite import read_invite
@@ -35,7 +36,7 @@ from swarmllm.network.wire.protocol import MessageType, hello
 from swarmllm.training import RunSettings, Together, TogetherCallback
 from swarmllm.training.privacy import epsilon_of
 from swarmllm.training.rounds import membership
-from swarmllm.training.run_log import LOG_FILE, is_genuine_line, summary
+from swarmllm.training.run_log import LOG_FILE, is_genuine_line, run_summary
 from swarmllm.training.together import INVITE_FILE
 
 pytestmark = pytest.mark.timeout(900)
@@ -122,7 +123,7 @@ def test_two_homes_end_with_the_same_values_and_a_signed_log(tmp_path: Path) -> 
 
     again, model = small_home(first, "a run", 0, 3)  # after everybody has left: it goes on where they were
     assert again.round == 6
-    assert len(summary(first / LOG_FILE).shared_losses) == 7  # it has kept the common texts
+    assert len(run_summary(first / LOG_FILE).shared_losses) == 7  # it has kept the common texts
     assert not torch.equal(model.weight, found[0][1].weight)
 
 
@@ -314,26 +315,49 @@ def test_whatever_five_of_eight_homes_do_the_others_learn(tmp_path: Path) -> Non
     assert "home 3" not in counted[-1]
 
 
+class Report(TrainerCallback):
+    """Keeps what a report would show, as MLflow's and TensorBoard's callbacks do."""
+
+    def __init__(self) -> None:
+        self.logs: list[dict[str, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+        self.logs.append(dict(logs))
+
+
 def test_a_callback_of_transformers_trainer(tmp_path: Path) -> None:
-    """A home alone: rounds go on, and its log has the Trainer's tokens and losses."""
+    """A home alone: rounds go on, its log has the Trainer's tokens and losses, and reports have the run's figures."""
     rows = [{"input_ids": row, "labels": row} for row in texts(0, 24, [1])]
     settings = {"per_device_train_batch_size": 4, "logging_steps": 1, "save_steps": 3, "learning_rate": LR}
     quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "include_num_input_tokens_seen": "all"}
+    common = RunSettings(host_maddrs=HERE, common_texts=("a", "b"), in_background=False)
 
-    def train(steps: int, resume: bool) -> tuple[LlamaForCausalLM, TogetherCallback]:
-        run = TogetherCallback("a run", 2, directory=tmp_path / "home", settings=RunSettings(host_maddrs=HERE))
+    def train(steps: int, resume: bool) -> tuple[LlamaForCausalLM, TogetherCallback, list[dict[str, float]]]:
+        model, report = untrained_model(), Report()
+
+        def loss_of(given: Sequence[str]) -> float:
+            assert given == ("a", "b")
+            return held_out_loss(model)
+
+        run = TogetherCallback("a run", 2, directory=tmp_path / "home", settings=common, loss_of=loss_of)
         arguments = TrainingArguments(str(tmp_path / "trainer"), max_steps=steps, **settings, **quiet)
-        model = untrained_model()
-        Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[run]).train(resume_from_checkpoint=resume)
-        return model, run
+        trainer = Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[report])
+        run.add_to(trainer)
+        trainer.train(resume_from_checkpoint=resume)
+        return model, run, report.logs
 
-    first, run = train(6, resume=False)
+    first, run, reported = train(6, resume=False)
     assert run.together is not None
     assert run.together.round == 3
-    log = [line["members"][0] for line in lines(tmp_path / "home")]
+    log = [line["members"][0] for line in lines(tmp_path / "home")[:3]]
     assert [member["tokens"] for member in log] == [2 * 4 * LENGTH] * 3
     assert all(member["loss"] > 1 for member in log)
-    again, run = train(8, resume=True)
+    assert [one["together_round"] for one in reported if "loss" in one] == [0, 1, 1, 2, 2, 3]
+    assert reported[0]["together_shared_loss"] == log[0]["shared_loss"]
+    assert reported[1]["together_own_loss"] == log[0]["own_loss"]
+    assert reported[-1]["together_shared_loss"] == pytest.approx(held_out_loss(first))
+    assert reported[-1]["together_homes"] == 1
+    again, run, _ = train(8, resume=True)
     assert run.together is not None
     assert run.together.round == 4
     assert not torch.equal(first.lm_head.weight, again.lm_head.weight)

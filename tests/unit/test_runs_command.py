@@ -43,7 +43,7 @@ def test_json_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     log(tmp_path / "one")
     assert main([str(tmp_path), "--json"]) == 0
     (run,) = json.loads(capsys.readouterr().out)
-    assert run["homes"]["pirate"]["losses"] == [3.0, 2.0, 1.0]
+    assert run["homes"]["pirate"]["losses"] == [[0, 3.0], [1, 2.0], [2, 1.0]]
     assert run["wrong_lines"] == 0
 
 

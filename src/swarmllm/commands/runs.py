@@ -9,7 +9,7 @@ from swarmllm.command_line import Parser, run_program
 from swarmllm.data_structures import printable
 from swarmllm.errors import ConfigurationError
 from swarmllm.files import user_path
-from swarmllm.training.run_log import RunSummary, logs_in, summary
+from swarmllm.training.run_log import RunSummary, logs_in, run_summary
 
 EXAMPLES = """examples:
   swarmllm runs
@@ -29,11 +29,10 @@ def _run_as_text(run: RunSummary) -> str:
     head = f"{run.directory}: round {run.round}, {count} home{'s' * (count != 1)} in it, {run.tokens:,} tokens"
     rows = [("home", "rounds", "tokens", "shortened", "loss", "", "common texts", "")]
     for home in sorted(run.homes.values(), key=lambda home: home.name):
-        own = [loss for _, loss in home.own_losses]
         sums = (str(home.rounds), f"{home.tokens:,}", str(home.shortened))
-        rows.append((printable(home.name), *sums, *_curve(home.losses), *_curve(own)))
+        rows.append((printable(home.name), *sums, *_curve(home.losses), *_curve(home.own_losses)))
     if run.shared_losses:
-        rows.append(("all together", "", "", "", "", "", *_curve([loss for _, loss in run.shared_losses])))
+        rows.append(("all together", "", "", "", "", "", *_curve(run.shared_losses)))
     else:
         rows = [row[:6] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -46,8 +45,9 @@ def _run_as_text(run: RunSummary) -> str:
     return "\n".join([head, *table, *notes])
 
 
-def _curve(losses: Sequence[float]) -> tuple[str, str]:
+def _curve(points: Sequence[tuple[int, float]]) -> tuple[str, str]:
     """The first and the last loss, and a picture of all."""
+    losses = [loss for _, loss in points]
     return (f"{losses[0]:.4f} to {losses[-1]:.4f}" if losses else "-"), bars(losses)
 
 
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         places = [user_path(place) for place in named or ["runs"]]
         if missing := [str(place) for place in places if named and not place.is_dir()]:
             raise ConfigurationError(f"{missing[0]} is no directory: name the directory of a training")
-        found = [summary(path) for place in places for path in logs_in(place)]
+        found = [run_summary(path) for place in places for path in logs_in(place)]
         print(json.dumps(list(map(asdict, found)), indent=2) if config.json else as_text(found))
 
     return run_program(program, default_log_level="WARNING")

@@ -1,4 +1,4 @@
-"""Common texts of a run: their bytes, their limits, and the loss of a model on them. `Together` and its callback use it.
+"""Common texts of a run: their bytes, their limits, and the loss of a model on them.
 
 The first home names the texts. Homes compare their digest, and one that has none gets the bytes from a member. So all
 measure the same. Nobody trains on them, so they show how good the shared values are for everybody.
@@ -33,7 +33,8 @@ def packed(texts: Sequence[str]) -> bytes:
     data = json.dumps(list(texts), ensure_ascii=False, separators=(",", ":")).encode()
     if len(data) > MAX_BYTES or len(texts) > MAX_TEXTS or not all(texts):
         raise ConfigurationError(
-            f"{len(texts)} common texts of {len(data)} bytes: give at most {MAX_TEXTS} of {MAX_BYTES} bytes in all, none empty"
+            f"{len(texts)} common texts of {len(data)} bytes: give at most {MAX_TEXTS}, of {MAX_BYTES} bytes in all, "
+            "and no empty one"
         )
     return data
 

@@ -671,7 +671,6 @@ class Members:
         who = ", ".join(f"{offer.name} {offer.tokens} tokens loss {offer.loss}" for offer in offers)
         logger.info("round %d of %d: %s", state.round - 1, len(offers), who)
 
-
     def note_end(self, shared_loss: float) -> None:
         """Write how good the last shared values are on the common texts."""
         fields = {"run": self.me.run.peer_id, "round": self.state.round, "members": [], "shared_loss": shared_loss}

@@ -1,7 +1,7 @@
 """The log of a run: signed lines, a line for each round. `members` writes them; `swarmllm runs` and pages read them.
 
-A line is signed by the home that wrote it, and holds what the others signed. A line with a wrong signature is counted and
-left out. At its end a home adds a line without members: its measurement of the last shared values.
+A line is signed by the home that wrote it, and holds what the others signed. A line with a wrong signature is counted
+and left out. At its end a home adds a line without members: its measurement of the last shared values.
 
     figure                 comes from
     tokens, loss           the claims of each home
@@ -23,8 +23,8 @@ from swarmllm.training.rounds import canonical
 LOG_FILE = "rounds.jsonl"
 """The log of rounds in the directory of a home."""
 DIFFERS_BY = 0.05
-"""A claim about the shared values that differs by this share from this home's own measurement is counted. Assumed: homes
-whose servers round differently differ less."""
+"""A claim about the shared values is counted if it differs by this share from this home's own measurement. Assumed:
+homes whose servers round differently differ less."""
 
 _LINE = b"swarmllm round 1\x00"
 
@@ -87,7 +87,8 @@ class HomeSummary:
     """Rounds in which its difference was larger than the median."""
     contradicted: int = 0
     """Rounds in which it told another loss of the shared values than the home of this log has measured."""
-    losses: list[float] = field(default_factory=list)
+    losses: list[tuple[int, float]] = field(default_factory=list)
+    """Round, and mean loss of its steps before it."""
     own_losses: list[tuple[int, float]] = field(default_factory=list)
     """Round, and loss of its own values on the common texts after its steps of that round."""
 
@@ -115,7 +116,7 @@ class RunSummary:
     """Round, and loss of the shared values at its beginning on the common texts."""
 
 
-def summary(path: Path) -> RunSummary:
+def run_summary(path: Path) -> RunSummary:
     """Read a log."""
     found, shared = RunSummary(directory=str(path.parent)), dict[int, float]()
     for text in read_text(path).splitlines():
@@ -154,6 +155,6 @@ def _add(home: HomeSummary, member: MemberOfRound, round_number: int) -> None:
     home.tokens += member.tokens
     home.shortened += member.share < 1
     if member.loss is not None:
-        home.losses.append(member.loss)
+        home.losses.append((round_number, member.loss))
     if member.own_loss is not None:
         home.own_losses.append((round_number, member.own_loss))

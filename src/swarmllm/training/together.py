@@ -55,8 +55,9 @@ class RunSettings:
     """Share of the largest and of the smallest differences of each value to leave out: 0.25 of 4 homes leaves out one
     each. Lies count less then, and so does what only one home has seen."""
     common_texts: tuple[str, ...] = ()
-    """Texts on which all homes measure the loss of their own values and of the shared ones, once a round. The first home
-    names them, and the others get them from it. At most 64 KiB, and best a few thousand tokens, on which nobody trains."""
+    """Texts on which all homes measure the loss of their own values and of the shared ones, once a round. The first
+    home names them, and the others get them from it. At most 64 KiB, best a few thousand tokens. Nobody should train on
+    them."""
     wait_for: int = 1
     """Homes that must be there before this one begins."""
     patience_s: float = 120.0
@@ -96,7 +97,7 @@ class Together:
     `run` is a name, which founds a run or goes on with it, or the invite that another home printed. The trained values
     are all parameters of the optimizer. At the beginning they become those of the run, and at the end as well.
     `loss_of` returns the loss of the model, with the values that it has at the moment, on the run's common texts
-    (`RunSettings.common_texts`): `functools.partial(text_loss, model, tokenizer)`. Without it this home doesn't measure.
+    (`RunSettings.common_texts`): `functools.partial(text_loss, model, tokenizer)`. Without it, nothing is measured here.
     `directory` holds this home's identity, the log of rounds, and the newest shared state, from which it goes on if
     nobody else is there. Without `initial_peers` the run has a small swarm of its own.
     """
@@ -207,7 +208,7 @@ class Together:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
-                self._finish()
+                self.finish()
         finally:
             self.close()
 
@@ -218,8 +219,8 @@ class Together:
         if self._loop is not None:
             self._loop.close()
 
-    def _finish(self) -> None:
-        """Send the last steps, wait for the end of that round, and take the shared values."""
+    def finish(self) -> None:
+        """Send the last steps, wait for the end of that round, and take the shared values: the usual end of `with`."""
         self._take_news()
         if self._sent is not None:
             self._wait_for_news()

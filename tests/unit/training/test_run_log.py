@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from swarmllm.network.p2p.identity import Identity
-from swarmllm.training.run_log import LOG_FILE, is_genuine_line, signed_line, summary
+from swarmllm.training.run_log import LOG_FILE, is_genuine_line, run_summary, signed_line
 
 
 def member(peer_id: str, own: float | None, shared: float | None) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def test_the_own_measurement_of_shared_values_counts_and_contradicts_others(tmp_
         {"round": 1, "members": [member("liar", 0.1, 3.0), member(home.peer_id, 2.5, 3.0)]},
         {"round": 2, "members": [], "shared_loss": 2.0},
     )
-    found = summary(path)
+    found = run_summary(path)
     assert found.shared_losses == [(0, 4.0), (1, 3.0), (2, 2.0)]
     assert found.homes[home.peer_id].own_losses == [(0, 3.5), (1, 2.5)]
     assert found.homes["liar"].contradicted == 1
@@ -47,12 +47,14 @@ def test_the_own_measurement_of_shared_values_counts_and_contradicts_others(tmp_
 def test_a_home_that_does_not_measure_believes_the_median(tmp_path: Path) -> None:
     home = Identity.generate()
     claims = [member("a", 1.0, 3.0), member("b", None, 99.0), member("c", 2.0, 3.1), member(home.peer_id, None, None)]
-    found = summary(write(tmp_path, home, {"round": 4, "members": claims}))
+    found = run_summary(write(tmp_path, home, {"round": 4, "members": claims}))
     assert found.shared_losses == [(4, 3.1)]
     assert not any(one.contradicted for one in found.homes.values())
 
 
 def test_signed_nonsense_is_left_out(tmp_path: Path) -> None:
-    found = summary(write(tmp_path, Identity.generate(), {"round": "x", "members": []}, {"round": 1, "members": [{}]}))
+    found = run_summary(
+        write(tmp_path, Identity.generate(), {"round": "x", "members": []}, {"round": 1, "members": [{}]})
+    )
     assert found.wrong_lines == 2
     assert found.round is None
