@@ -11,6 +11,7 @@ is an ordinary one of peft (`sharing.py` uses it in four ways).
 
 import argparse
 import contextlib
+import logging
 import random
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,8 @@ def home_of_run(args: argparse.Namespace, tokenizer: Any) -> TogetherCallback:
     place = args.output_dir / "together"
     texts = () if is_invite(args.together) else common_texts(tokenizer)
     chosen = RunSettings(wait_for=args.homes, name=args.persona, common_texts=texts)
-    print(f"other homes: --together {place / 'invite.swarm'}, with an --output_dir of their own", flush=True)
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("swarmllm.training").setLevel(logging.INFO)  # the invite, homes and rounds
     return TogetherCallback(args.together, args.every, directory=place, settings=chosen)
 
 

@@ -30,7 +30,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArg
 
 from swarmllm.errors import ConfigurationError
 from swarmllm.invite import read_invite
-from swarmllm.network.p2p.identity import Identity
+from swarmllm.network.p2p.identity import Identity, lock_identity
 from swarmllm.network.p2p.peer import Peer
 from swarmllm.network.wire.protocol import MessageType, hello
 from swarmllm.training import RunSettings, Together, TogetherCallback
@@ -121,9 +121,9 @@ def test_two_homes_end_with_the_same_values_and_a_signed_log(tmp_path: Path) -> 
     assert (first / INVITE_FILE).stat().st_mode & 0o77 == 0
     check_losses_on_common_texts(found[0][0], logs)
 
-    again, model = small_home(first, "a run", 0, 3)  # after everybody has left: it goes on where they were
+    again, model = small_home(second, invite_of(first), 1, 3)  # the others have left: it goes on alone
     assert again.round == 6
-    assert len(run_summary(first / LOG_FILE).shared_losses) == 7  # it has kept the common texts
+    assert len(run_summary(second / LOG_FILE).shared_losses) == 7  # it has kept the common texts
     assert not torch.equal(model.weight, found[0][1].weight)
 
 
@@ -219,8 +219,7 @@ def test_strangers_are_refused(tmp_path: Path) -> None:
             own = membership(peer.peer_id, Identity.generate())
             header = {"member": own, "size": 164, "shapes": "0" * 64, **rules}
             await stream.send(MessageType.MEMBER, header)
-            kinds = [(await stream.receive()).type, (await stream.receive()).type]
-            assert kinds == [MessageType.MEMBER, MessageType.ERROR]
+            assert (await stream.receive()).type is MessageType.ERROR
             await stream.gone
 
     def stranger() -> None:
@@ -236,6 +235,7 @@ def test_strangers_are_refused(tmp_path: Path) -> None:
     ("arguments", "mend"),
     [
         ({"every": 0}, "every must be 1 step or more"),
+        ({"run": ""}, "the run has no name"),
         ({"run": "swarm:e30"}, "take the one that a home of the run printed"),
         ({"run": "swarm:x"}, "is damaged"),
     ],
@@ -246,6 +246,22 @@ def test_mistakes_are_told_in_a_sentence(arguments: dict[str, Any], mend: str, t
         pytest.raises(ConfigurationError, match=mend),
         Together(optimizer, **{"run": "r", **arguments}, directory=tmp_path),
     ):
+        pass
+
+
+def test_a_directory_is_one_home_s(tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.05)
+    (tmp_path / "home").mkdir()
+    Identity.load_or_create(tmp_path / "home" / "identity.key")
+    held = lock_identity(tmp_path / "home" / "identity.key")
+    with (
+        pytest.raises(ConfigurationError, match="another home uses"),
+        Together(optimizer, "r", directory=tmp_path / "home"),
+    ):
+        pass
+    os.close(held)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match="can't make"), Together(optimizer, "r", directory=tmp_path / "file"):
         pass
 
 

@@ -33,8 +33,8 @@ def test_runs_below_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[st
     log(tmp_path / "two", num_rounds=1)
     assert main([str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    assert "one/together: round 2, 2 homes in it, 600 tokens" in text
-    assert "two: round 0, 2 homes in it, 200 tokens" in text
+    assert "one/together: 3 rounds, 2 homes in the last one, 600 tokens" in text
+    assert "two: 1 round, 2 homes in the last one, 200 tokens" in text
     robot = next(line.split() for line in text.splitlines() if "robot" in line)
     assert robot == ["robot", "3", "300", "3", "3.0000", "to", "1.0000", "█▅▁"]
 

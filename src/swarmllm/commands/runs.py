@@ -26,7 +26,9 @@ def as_text(runs: Iterable[RunSummary]) -> str:
 
 def _run_as_text(run: RunSummary) -> str:
     count = run.homes_in_last_round
-    head = f"{run.directory}: round {run.round}, {count} home{'s' * (count != 1)} in it, {run.tokens:,} tokens"
+    done = 0 if run.round is None else run.round + 1
+    rounds, homes = f"{done} round{'s' * (done != 1)}", f"{count} home{'s' * (count != 1)} in the last one"
+    head = f"{run.directory}: {rounds}, {homes}, {run.tokens:,} tokens"
     rows = [("home", "rounds", "tokens", "shortened", "loss", "", "common texts", "")]
     for home in sorted(run.homes.values(), key=lambda home: home.name):
         sums = (str(home.rounds), f"{home.tokens:,}", str(home.shortened))

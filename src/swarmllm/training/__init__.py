@@ -33,3 +33,7 @@ def __getattr__(name: str) -> Any:  # torch and transformers take seconds, and `
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"swarmllm.training.{_HOMES.get(name, 'together')}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

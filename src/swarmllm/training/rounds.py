@@ -42,6 +42,9 @@ Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Signature = Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
 Loss = Annotated[float, Field(ge=-MAX_LOSS, le=MAX_LOSS, allow_inf_nan=False)]
 RoundNumber = Annotated[int, Field(ge=0, le=MAX_ROUND)]
+Entry = tuple[PeerId, Digest, Digest]
+"""A difference: the peer id of its home, the digest of the state that it belongs to, and the SHA-256 of its bytes. Two
+homes may have the same bytes, and so may two rounds of one home."""
 Choice = Annotated[tuple[tuple[PeerId, Digest], ...], Field(max_length=MAX_CHOSEN)]
 """Differences: the peer id of each, and the SHA-256 of its bytes."""
 
@@ -107,6 +110,10 @@ class Offer(PeerModel):
     signature: Signature = "0" * 128
     """By the key of `peer_id`."""
 
+    @property
+    def entry(self) -> "Entry":
+        return self.peer_id, self.base, self.sha256
+
     def signed_bytes(self) -> bytes:
         return _OFFER + canonical(self.model_dump(mode="json", exclude={"signature"}))
 
@@ -127,15 +134,15 @@ class VoteHeader(PeerModel):
 
 
 class WantHeader(PeerModel):
-    """WANT: send me the difference with this SHA-256, or the state with this digest, from an offset on."""
+    """WANT: send me this difference, or the bytes with this digest (a state, or the common texts) from an offset on."""
 
-    difference: Digest | None = None
+    difference: Entry | None = None
     state: Digest | None = None
     offset: Annotated[int, Field(ge=0, le=1 << 40)] = 0
 
 
 class StateHeader(PeerModel):
-    """STATE: bytes of a state from an offset on. `total` 0: it isn't here any more."""
+    """STATE: bytes from an offset on. `total` 0: it isn't here any more."""
 
     digest: Digest
     offset: Annotated[int, Field(ge=0, le=1 << 40)]
@@ -279,9 +286,9 @@ class Rounds:
         one = None if self.position is None else self._rounds.get(self.position.key)
         return one is not None and any(peer_id == self._own for peer_id, _ in one.offers)
 
-    def needed(self) -> set[str]:
-        """SHA-256 of all differences that may still count."""
-        return {sha256 for one in self._rounds.values() for _, sha256 in one.offers}
+    def needed(self) -> set[Entry]:
+        """All differences that may still count."""
+        return {offer.entry for one in self._rounds.values() for offer in one.offers.values()}
 
     def _round(self, key: Key, now: float) -> _Round | None:
         """The round of this state, if it may be the own one soon."""
@@ -379,6 +386,10 @@ class Rounds:
             if not self._counts_more(best, len(groups[best]), theirs.values()):
                 return None
         return Adopt(theirs[groups[best][0]], tuple(sorted(groups[best])))
+
+    def is_outvoted(self, now: float) -> bool:
+        """True if others have a state that counts more."""
+        return self._adopt(now) is not None
 
     def _counts_more(self, key: Key, count: int, theirs: Iterable[Position]) -> bool:
         assert self.position is not None

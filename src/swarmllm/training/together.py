@@ -23,7 +23,7 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from swarmllm.client.view.event_loop import EventLoop
-from swarmllm.errors import ConfigurationError
+from swarmllm.errors import ConfigurationError, PeerUnreachableError
 from swarmllm.files import create_private_file, read_text, replace_file, user_path
 from swarmllm.invite import Invite, is_invite, read_invite, unpack_invites
 from swarmllm.network.p2p.identity import Identity, lock_identity
@@ -97,7 +97,7 @@ class Together:
     `run` is a name, which founds a run or goes on with it, or the invite that another home printed. The trained values
     are all parameters of the optimizer. At the beginning they become those of the run, and at the end as well.
     `loss_of` returns the loss of the model, with the values that it has at the moment, on the run's common texts
-    (`RunSettings.common_texts`): `functools.partial(text_loss, model, tokenizer)`. Without it, nothing is measured here.
+    (`RunSettings.common_texts`): `functools.partial(text_loss, model, tokenizer)`. Without it, this home measures none.
     `directory` holds this home's identity, the log of rounds, and the newest shared state, from which it goes on if
     nobody else is there. Without `initial_peers` the run has a small swarm of its own.
     """
@@ -113,6 +113,8 @@ class Together:
         settings: RunSettings | None = None,
         loss_of: Callable[[Sequence[str]], float] | None = None,
     ) -> None:
+        if not run:
+            raise ConfigurationError("the run has no name: give one, or the invite of another home")
         if every < 1:
             raise ConfigurationError(f"every must be 1 step or more, not {every}")
         self.optimizer, self.every, self.settings = optimizer, every, settings or RunSettings()
@@ -188,13 +190,20 @@ class Together:
     async def _begin(self, peers: tuple[str, ...], name: str, key: Identity, *, resumes: bool) -> None:
         members = self._the_members
         assert self.directory is not None
-        await members.start(
-            initial_peers=peers,
-            host_maddrs=self.settings.host_maddrs,
-            announce_maddrs=self.settings.announce_maddrs,
-            identity_path=self.directory / "identity.key",
-            reachability="auto",
-        )
+        network = {
+            "host_maddrs": self.settings.host_maddrs,
+            "announce_maddrs": self.settings.announce_maddrs,
+            "identity_path": self.directory / "identity.key",
+            "reachability": "auto",
+            "address_book": self.directory / "peers.json",
+        }
+        try:
+            await members.start(initial_peers=peers, **network)
+        except PeerUnreachableError as error:
+            if not resumes:
+                raise
+            logger.warning("this home goes on alone from its newest shared values: %s", error)
+            await members.start(**network)
         secret = key.key.private_bytes_raw().hex()
         ways = tuple(dict.fromkeys([*members.peer.join_maddrs, *peers]))[:64]
         self.invite = str(Invite(initial_peers=ways, run=name, run_key=secret))
@@ -202,7 +211,7 @@ class Together:
         path.unlink(missing_ok=True)
         create_private_file(path, self.invite.encode())
         logger.info("other homes join this run with the invite in %s", path)
-        await members.join(self.settings.wait_for, resumes=resumes)
+        await members.join(self.settings.wait_for, path, resumes=resumes)
         await members.trains(True)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -229,6 +238,7 @@ class Together:
         if self._sent is not None:
             self._wait_for_news()
         self._the_loop.run_coroutine(self._the_members.leave())
+        self._take_news()
         assert self._shared is not None
         self._write(self._shared.values)
         if self.shared_loss is not None:
@@ -390,11 +400,16 @@ class Together:
         first = user_path(chosen) if chosen is not None else Path("runs", f"together-{_file_name(name)}")
         names = [first, *(first.with_name(f"{first.name}-{number}") for number in range(2, MAX_HOMES_HERE + 1))]
         for directory in names if chosen is None else [first]:
-            directory.mkdir(parents=True, exist_ok=True)
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigurationError(f"can't make the directory of this home: {error}") from None
             path = directory / "identity.key"
             identity = Identity.load_or_create(path)
-            if chosen is not None or not _is_locked(path):
+            if not _is_locked(path):
                 return directory, identity
+            if chosen is not None:
+                raise ConfigurationError(f"another home uses {directory} now: give each home a directory of its own")
         raise ConfigurationError(f"{MAX_HOMES_HERE} homes of the run {name} are on this machine already")
 
     @property

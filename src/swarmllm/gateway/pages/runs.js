@@ -99,7 +99,7 @@ function table(run) {
 
 function article(run, width) {
   const when = new Date(1000 * run.at).toLocaleString([], { dateStyle: "medium", timeStyle: "short" });
-  const facts = [`round ${run.round} at ${when}`, `${many(run.homes_in_last_round, "home")} in it`, `${compact.format(run.tokens)} tokens in all`, `${bytes(run.sent_bytes)} sent and ${bytes(run.received_bytes)} received here`];
+  const facts = [`${many(run.round + 1, "round")}, the last one at ${when}`, `${many(run.homes_in_last_round, "home")} in it`, `${compact.format(run.tokens)} tokens in all`, `${bytes(run.sent_bytes)} sent and ${bytes(run.received_bytes)} received here`];
   const wrong = run.wrong_lines ? [make("p", { class: "advice" }, `${many(run.wrong_lines, "line")} of this log have a wrong signature.`)] : [];
   const what = isMeasured(run) ? "Loss on the common texts: of each home’s own adapter, as it says, and of the shared one." : "Loss of each home on its own texts, as it says. This run has no common texts.";
   const scroll = make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": `Table of homes, ${run.directory}` }, table(run));
