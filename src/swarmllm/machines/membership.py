@@ -122,8 +122,14 @@ async def find_membership(
             )
     elif before is not None:
         said = state.read("swarm.json", {})
+        if private and not (said.get("name") and said.get("open") is False):  # a guest of a swarm knows no name of it
+            swarm = printable(str(said.get("name") or before.peer_id[-8:]))
+            raise ConfigurationError(
+                f"this machine is in the swarm {swarm} already, and didn't found it with --private: leave --private "
+                f"out, or remove {state.swarm_key_path} first, to leave that swarm"
+            )
         known = tuple(one for one in state.read("peers.json", []) if isinstance(one, str))
-        return Membership(before, str(said.get("name", "")), said.get("open") is True and not private, known)
+        return Membership(before, str(said.get("name", "")), said.get("open") is True, known)
     else:
         found = (None if private else await join()) or Membership(Identity.generate(), name, is_open=not private)
     state.enter_swarm(found.key, name=found.name, is_open=found.is_open)

@@ -47,6 +47,10 @@ class StateDirectory:
         return self.path / "identity.key"
 
     @property
+    def swarm_key_path(self) -> Path:
+        return self.path / "swarm.key"
+
+    @property
     def weights_path(self) -> Path:
         return self.path / "weights"
 
@@ -56,8 +60,7 @@ class StateDirectory:
         Raises:
             ConfigurationError: the file is damaged.
         """
-        path = self.path / "swarm.key"
-        return Identity.load(path) if path.exists() else None
+        return Identity.load(self.swarm_key_path) if self.swarm_key_path.exists() else None
 
     def enter_swarm(self, key: Identity, *, name: str, is_open: bool) -> None:
         """Note the swarm of which this machine is a member. What it knew about another swarm is forgotten.
@@ -70,7 +73,7 @@ class StateDirectory:
             for filename in ("swarm.key", "command.json", "hosted.json", "peers.json"):
                 with suppress(FileNotFoundError):
                     (self.path / filename).unlink()
-            key.write(self.path / "swarm.key")
+            key.write(self.swarm_key_path)
         self.write("swarm.json", {"name": name, "open": is_open})
 
     def commands(self) -> list[Command]:

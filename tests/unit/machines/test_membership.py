@@ -226,6 +226,29 @@ async def test_a_machine_stays_in_its_swarm(tmp_path: Path) -> None:
     assert not (await find_membership(private, nobody, invite=None, private=True, name="x")).is_open
 
 
+async def test_a_machine_of_a_swarm_of_others_founds_no_private_one(tmp_path: Path) -> None:
+    state = StateDirectory(tmp_path)
+
+    async def up(*, private: bool, invite: Invite | None = None) -> Membership:
+        return await find_membership(state, nobody, invite=invite, private=private, name="home")
+
+    open_swarm = await up(private=False)
+    with pytest.raises(ConfigurationError, match=f"in the swarm home already.*{state.swarm_key_path}"):
+        await up(private=True)
+    assert (await up(private=False)).is_open
+    # A guest doesn't know if others may join.
+    await up(private=False, invite=OPEN.invite([ADDRESS]))
+    with pytest.raises(ConfigurationError, match=f"in the swarm {KEY.peer_id[-8:]} already"):
+        await up(private=True)
+    state.note_command(command(1))
+    state.swarm_key_path.unlink()  # as the message says
+    founded = await up(private=True)
+    assert founded.swarm_id not in (open_swarm.swarm_id, KEY.peer_id)
+    assert not founded.is_open
+    assert not state.commands()
+    assert (await up(private=True)).swarm_id == founded.swarm_id  # its founder starts it again in the same way
+
+
 def command(number: int) -> Command:
     given = Command(number=number, given_at=0.0, given_by=MEMBER.peer_id, wanted=(Wanted(name="m", manifest="0" * 64),))
     return sign_command(given, KEY, MEMBER)
