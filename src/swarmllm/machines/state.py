@@ -9,13 +9,16 @@
     speeds.json    measured speeds of this machine's devices
     page.json      address and key of the page of the running agent
     weights/       the store of weights (`machines/weights`)
+    lock           locked while an agent runs here
 
 All files are replaced at once, so a crash at any moment leaves the old one or the new one.
 """
 
+import fcntl
 import json
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,29 @@ class StateDirectory:
             raise ConfigurationError(
                 f"the state directory {path} can't be made ({error.strerror}): set SWARMLLM_STATE_DIR to another one"
             ) from None
+
+    @contextmanager
+    def locked(self) -> Iterator["StateDirectory"]:
+        """Keep other agents away within. The lock ends with the process, too.
+
+        Raises:
+            ConfigurationError: an agent runs here already, or the directory can't be written.
+        """
+        try:
+            lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise ConfigurationError(f"{self.path / 'lock'} can't be written: {error.strerror}") from None
+        try:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigurationError(
+                    "`swarmllm up` runs on this machine already: end it first (one that was installed, by `swarmllm up "
+                    "--uninstall`), or give this one a directory of its own by SWARMLLM_STATE_DIR"
+                ) from None
+            yield self
+        finally:
+            os.close(lock)
 
     @property
     def identity_path(self) -> Path:
