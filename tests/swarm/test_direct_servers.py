@@ -9,6 +9,8 @@ from transformers import PreTrainedModel
 
 from swarmllm import LocalSwarm
 
+pytestmark = pytest.mark.rotates(3, whole_file=True)
+
 SPANS = [(0, 4), (4, NUM_BLOCKS)]
 
 
@@ -30,7 +32,6 @@ def test_streams_in_use_are_direct_and_tokens_the_same(llama: Path, local: PreTr
         wait_until(all_are_direct, "leaving the daemons")
 
 
-@pytest.mark.rotates(3)
 def test_servers_without_direct_port_use_the_daemons(llama: Path, local: PreTrainedModel) -> None:
     ids = prompt()
     expected = local.generate(ids, max_new_tokens=40, do_sample=False)
