@@ -69,7 +69,7 @@ from swarmllm.machines.records import (
     sign_command,
 )
 from swarmllm.machines.settings import MachineConfig
-from swarmllm.machines.state import StateDirectory
+from swarmllm.machines.state import NUM_KEPT_COMMANDS, StateDirectory
 from swarmllm.machines.weights import Giver, Progress, WeightStore
 from swarmllm.network.p2p.addresses import best_addrs, check_port_is_free
 from swarmllm.network.p2p.block_directory import BlockDirectory, Register, machines_key
@@ -354,7 +354,7 @@ class Agent:
             return
         logger.info("command %d of %s: %s", command.number, self._name_of(command.given_by), command.what)
         self._state.note_command(command)
-        self._commands.append(command)
+        self._commands = [*self._commands, command][-NUM_KEPT_COMMANDS:]  # for people: only the newest one counts
         self._command = command
         self._keep_models()
         self._note_change()
@@ -498,7 +498,7 @@ class Agent:
             for one in self._decision.targets
             if one not in self._hostings.running and one.manifest not in failed
         )
-        return (*found, *waiting)[:MAX_HOSTED]
+        return (*self._models.failures(), *found, *waiting)[:MAX_HOSTED]
 
     def _note_change(self) -> None:
         self.changed.set()
