@@ -75,6 +75,27 @@ def test_install_and_uninstall(calls: Path, capsys: pytest.CaptureFixture[str]) 
     assert "nothing is installed" in capsys.readouterr().err
 
 
+def contents(directory: Path) -> dict[str, bytes]:
+    return {one.name: one.read_bytes() for one in directory.iterdir()}
+
+
+def test_what_is_refused_leaves_the_machine_in_its_swarm(calls: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = StateDirectory(Path(os.environ["SWARMLLM_STATE_DIR"]))
+    state.enter_swarm(Identity.generate(), name="home", is_open=True)
+    Identity.generate().write(state.identity_path)
+    state.write("command.json", [])
+    with state.locked():
+        before = contents(state.path)
+        for flags in ([], ["--install"]):
+            assert up.main([*flags, INVITE]) == 2
+            assert "`swarmllm up` runs on this machine already" in capsys.readouterr().err
+        assert up.main(["--install"]) == 2
+    assert up.main(["--private", "--install"]) == 2
+    assert "in the swarm home already" in capsys.readouterr().err
+    assert contents(state.path) == before
+    assert not unit_path().exists()
+
+
 def test_the_unit_starts_the_same_settings_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", 'a"b\\c%d$e')
     config = UpConfig(public_name='my "big" box', device=("cuda:0", "cuda:1"), upload_mbps=5, share_weights=False)

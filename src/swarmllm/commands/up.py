@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,20 +108,20 @@ async def serve(config: UpConfig, invite: Invite | None) -> None:
     Raises:
         SwarmError: it can't start, or its peer-to-peer daemon died.
     """
-    with announced_imports():  # after the flags: --help needs no torch
-        import swarmllm.gateway.app  # noqa: F401 - the page
-        from swarmllm.machines.agent import Agent
+    with StateDirectory(state_dir()).locked() as state:
+        with announced_imports():  # after the flags: --help needs no torch
+            import swarmllm.gateway.app  # noqa: F401 - the page
+            from swarmllm.machines.agent import Agent
 
-    stop = stop_event()
-    state = StateDirectory(state_dir())
-    machine = MachineConfig(**{one.name: getattr(config, one.name) for one in fields(MachineConfig)})
-    agent = await unless_stopped(stop, Agent.start(machine, state, invite=invite))
-    if agent is None:
-        return
-    try:
-        await _serve_page(config, agent, state, stop)
-    finally:
-        await agent.close()
+        stop = stop_event()
+        machine = MachineConfig(**{one.name: getattr(config, one.name) for one in fields(MachineConfig)})
+        agent = await unless_stopped(stop, Agent.start(machine, state, invite=invite))
+        if agent is None:
+            return
+        try:
+            await _serve_page(config, agent, state, stop)
+        finally:
+            await agent.close()
 
 
 async def _serve_page(config: UpConfig, agent: "Agent", state: StateDirectory, stop: asyncio.Event) -> None:
@@ -227,24 +228,28 @@ def _quoted(word: str) -> str:
     return f'"{escaped}"'
 
 
-async def enter(invite: Invite) -> None:
+async def enter(config: UpConfig, invite: Invite | None) -> None:
     """Note the swarm of an invite in the state directory, so that the unit needn't hold it.
 
     Raises:
-        ConfigurationError: it is of no use.
+        ConfigurationError: it is of no use, this machine can't found a private swarm, or an agent runs already. The
+            unit itself may run, and is started again, except with an invite.
     """
-    from swarmllm.machines.membership import find_membership
+    from swarmllm.machines.membership import find_membership, note_membership
 
-    await find_membership(StateDirectory(state_dir()), _nobody, invite=invite, private=False, name="")
+    state = StateDirectory(state_dir())
+    with nullcontext() if invite is None and unit_path().exists() else state.locked():
+        found = await find_membership(state, _nobody, invite=invite, private=config.private, name="")
+        if invite is not None:
+            note_membership(state, found)
 
 
 def install(config: UpConfig) -> None:
     """Write the unit, start it, and let it start at boot.
 
     Raises:
-        ConfigurationError: this machine has no systemd, or it refuses.
+        ConfigurationError: systemd refuses, or the unit can't be written.
     """
-    _require_systemd()
     path = unit_path()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -302,8 +307,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if config.uninstall:
             uninstall()
         elif config.install:
-            if invite is not None:
-                await enter(invite)
+            _require_systemd()
+            await enter(config, invite)
             install(config)
         else:
             await serve(config, invite)

@@ -46,6 +46,7 @@ from swarmllm.machines.membership import (
     Membership,
     find_membership,
     join_open_swarm,
+    note_membership,
 )
 from swarmllm.machines.models import SwarmModels
 from swarmllm.machines.offers import (
@@ -192,8 +193,8 @@ class Agent:
             return await join_open_swarm(partial(_asking_peer, config, state), config.name)
 
         found = await find_membership(state, join, invite=invite, private=config.private, name=config.name)
+        agent = await cls._begin(config, state, found, identity)
         is_new = not found.initial_peers and not state.commands() and found.is_open and config.lan_discovery
-        agent = cls(config, state, found, await _member_peer(config, state, found), identity)
         try:
             agent._doorkeeper.is_settled = not is_new
             await agent._open_doors()
@@ -201,15 +202,26 @@ class Agent:
                 other = await agent._look_for_an_older_swarm()
                 if other is not None:
                     await agent.close()
-                    state.enter_swarm(other.key, name=other.name, is_open=other.is_open)
-                    peer = await _member_peer(config, state, other)
-                    agent = cls(config, state, other, peer, identity)
+                    agent = await cls._begin(config, state, other, identity)
                     await agent._open_doors()
             agent._doorkeeper.is_settled = True
         except BaseException:
             await agent.close()
             raise
         return agent
+
+    @classmethod
+    async def _begin(
+        cls, config: MachineConfig, state: StateDirectory, swarm: Membership, identity: Identity
+    ) -> "Agent":
+        """Join the swarm, and only then note it: a machine that can't start stays in the swarm where it was."""
+        peer = await _member_peer(config, state, swarm)
+        try:
+            note_membership(state, swarm)
+            return cls(config, state, swarm, peer, identity)
+        except BaseException:
+            await peer.close()
+            raise
 
     async def _open_doors(self) -> None:
         """Let other machines in, and let members take weights.

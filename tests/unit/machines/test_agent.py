@@ -96,6 +96,21 @@ async def looked(agent: Agent, now: float = 0.0) -> tuple[str, ...]:
     return names
 
 
+async def test_a_machine_that_cannot_start_stays_in_its_swarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def no_peer(*_: Any) -> Peer:
+        raise ConfigurationError("no such port")
+
+    monkeypatch.setattr(agent_module, "_member_peer", no_peer)
+    state = StateDirectory(tmp_path)
+    state.enter_swarm(SWARM, name="home", is_open=True)
+    invite = Membership(STRANGER, "", is_open=False).invite(FakePeer.join_maddrs)
+    with pytest.raises(ConfigurationError, match="no such port"):
+        await Agent.start(MachineConfig(), state, invite=invite)
+    kept = state.swarm_key()
+    assert kept is not None
+    assert kept.peer_id == SWARM.peer_id
+
+
 async def test_only_members_count(agent: Agent, register: FakeRegister) -> None:
     register.others = {
         MEMBER.peer_id: record(),
