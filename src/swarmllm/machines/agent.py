@@ -69,12 +69,13 @@ from swarmllm.machines.records import (
     newest,
     sign_command,
 )
+from swarmllm.machines.reunion import Reunion
 from swarmllm.machines.settings import MachineConfig
 from swarmllm.machines.state import NUM_KEPT_COMMANDS, StateDirectory
 from swarmllm.machines.weights import Giver, Progress, WeightStore
 from swarmllm.network.p2p.addresses import best_addrs, check_port_is_free
 from swarmllm.network.p2p.block_directory import BlockDirectory, Register, machines_key
-from swarmllm.network.p2p.discovery import LanAnnouncement, find_machines, initial_peers_of, lan_addresses
+from swarmllm.network.p2p.discovery import LanAnnouncement, lan_addresses
 from swarmllm.network.p2p.identity import Identity
 from swarmllm.network.p2p.peer import Peer
 from swarmllm.network.relay.service import RelayRules
@@ -105,8 +106,6 @@ SPARE_BYTES = 64 << 20
 """More memory for each server: pages of prompts, adapters, scratch."""
 CATALOGUE_S = 60.0
 """Seconds for which a list of models counts: making one reads their configs."""
-RECOVER_S = 20.0
-"""Seconds between two looks for other members on the local network, while there are none."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +154,7 @@ class Agent:
         self._hostings = Hostings(self._fetch, self._server_config, self._note_change)
         self._register = Register(peer, machines_key(swarm.swarm_id), MachineRecord)
         directory = BlockDirectory(peer, swarm.swarm_id)
+        self._reunion = Reunion(peer, swarm.swarm_id, on_lan=config.lan_discovery)
         self._models = SwarmModels(self._store, directory, self._givers, self._note_change)
         self._published: tuple[MachineRecord, float] | None = None
         self._round_trips: dict[str, float] = {}
@@ -259,7 +259,7 @@ class Agent:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._watch_daemon(), name="watch the daemon")
             tasks.create_task(self._measure(), name="measure this machine")
-            tasks.create_task(self._recover(), name="look for members")
+            tasks.create_task(self._reunion.look_forever(), name="look for members")
             tasks.create_task(self._look_forever(), name="look at the swarm")
             tasks.create_task(self._measure_round_trips(), name="measure round trips")
 
@@ -282,15 +282,6 @@ class Agent:
     async def _measure(self) -> None:
         self.offer = await in_background(partial(measure_offer, self.config, self._state))
         self._note_change()
-
-    async def _recover(self) -> None:
-        """Look for the swarm's members on the local network while this machine knows none: addresses may change."""
-        while self.config.lan_discovery and lan_addresses(self.peer.addrs)[0]:
-            await asyncio.sleep(RECOVER_S)
-            if self.peer.is_alone:
-                found = await find_machines(lambda peer: peer.fingerprint == self.swarm.swarm_id)
-                ours = [peer for peer in found if peer.fingerprint == self.swarm.swarm_id]
-                self.peer.join_by(initial_peers_of(ours))
 
     async def _measure_round_trips(self) -> None:
         """Measure the round trips to the machines that were measured the longest time ago, again and again."""
@@ -348,6 +339,7 @@ class Agent:
             if now - self._seen_at[peer_id] < FORGET_S:
                 members[peer_id] = self.records[peer_id]
         if members != self.records:
+            self._reunion.note(self.records, members, now)
             self.records = members
             addresses = [f"{addr}/p2p/{peer_id}" for peer_id, one in members.items() for addr in one.addrs[:2]]
             if addresses:
