@@ -11,6 +11,7 @@ are noted in the state directory, so that a machine goes on after a crash with t
 
 import asyncio
 import logging
+import math
 import shutil
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -59,6 +60,7 @@ from swarmllm.machines.offers import (
 )
 from swarmllm.machines.picture import View, catalogue, picture, preview
 from swarmllm.machines.records import (
+    LAST_NUMBER,
     MAX_HOSTED,
     MAX_WANTED,
     Command,
@@ -73,7 +75,7 @@ from swarmllm.machines.reunion import Reunion
 from swarmllm.machines.settings import MachineConfig
 from swarmllm.machines.state import NUM_KEPT_COMMANDS, StateDirectory
 from swarmllm.machines.weights import Giver, Progress, WeightStore
-from swarmllm.network.p2p.addresses import best_addrs, check_port_is_free
+from swarmllm.network.p2p.addresses import best_addrs, check_port_is_free, is_loopback
 from swarmllm.network.p2p.block_directory import BlockDirectory, Register, machines_key
 from swarmllm.network.p2p.discovery import LanAnnouncement, lan_addresses
 from swarmllm.network.p2p.identity import Identity
@@ -147,7 +149,7 @@ class Agent:
         self._seen_at: dict[str, float] = {}
         commands = state.commands()
         self._commands = [one for one in commands if one.is_valid(swarm.swarm_id)]
-        self._command = newest(self._commands, swarm.swarm_id)
+        self._command = newest(self._commands, swarm.swarm_id, time.time())
         noted = [one for one in _read_targets(state) if any(one.manifest == each.manifest for each in self.wanted)]
         self._decider = Decider(noted)
         self._decision = Decision({}, tuple(noted))
@@ -314,7 +316,8 @@ class Agent:
     async def _look_once(self, now: float) -> None:
         """Read, follow the newest command, decide, act, publish."""
         await self._read_records(now)
-        self._follow(newest((self._command, *(one.command for one in self.records.values())), self.swarm.swarm_id))
+        commands = (self._command, *(one.command for one in self.records.values()))
+        self._follow(newest(commands, self.swarm.swarm_id, time.time()))
         sessions = await self._models.look_at_servers()
         for hosting in self._hostings.running.values():
             hosting.count_sessions(sessions.get(hosting.peer_id), now)
@@ -353,7 +356,7 @@ class Agent:
 
     def _follow(self, command: Command | None) -> None:
         """Adopt a newer command."""
-        if command is None or command == self._command:
+        if command is None or (self._command is not None and command.rank() <= self._command.rank()):
             self._keep_models()
             return
         logger.info("command %d of %s: %s", command.number, self._name_of(command.given_by), command.what)
@@ -517,7 +520,8 @@ class Agent:
     def invite(self) -> str:
         """The word that makes another machine a member."""
         others = [f"{addr}/p2p/{peer_id}" for peer_id, one in self.records.items() for addr in one.addrs[:1]]
-        return str(self.swarm.invite([*self.peer.join_maddrs, *others]))
+        known = [*self.peer.join_maddrs, *others]
+        return str(self.swarm.invite([maddr for maddr in known if not is_loopback(maddr)] or known))
 
     def offered(self) -> list[Offered]:
         """The wanted models, as clients use them."""
@@ -571,12 +575,13 @@ class Agent:
         return await self._give(kept, f"drop {name}")
 
     async def _give(self, wanted: tuple[Wanted, ...], what: str) -> dict[str, Any]:
-        number = self._command.number + 1 if self._command is not None else 1
-        command = Command(
-            number=number, given_at=time.time(), given_by=self.peer.peer_id, wanted=wanted, what=what[:200]
-        )
+        number, given_at = 1, time.time()
+        if (before := self._command) is not None:
+            number = min(before.number + 1, LAST_NUMBER)
+            given_at = max(given_at, math.nextafter(before.given_at, math.inf))
+        command = Command(number=number, given_at=given_at, given_by=self.peer.peer_id, wanted=wanted, what=what[:200])
         signed = sign_command(command, self.swarm.key, self._identity)
-        self._follow(newest((self._command, signed), self.swarm.swarm_id))
+        self._follow(signed)
         self._look_now.set()
         return {"number": number, "what": what, "wanted": [one.model_dump() for one in wanted]}
 
