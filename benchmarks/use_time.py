@@ -50,6 +50,7 @@ class Machine:
             "SWARMLLM_STATE_DIR": str(self.directory / "state"),
             "SWARMLLM_CACHE": str(self.directory / "cache"),
             "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",  # threads of several servers would wait for each other's cores
         }
         line = [sys.executable, "-m", "swarmllm", "up", "--config", str(settings), "--port", "0"]
         line += ["--public_name", f"m{self.number}", "--max_memory", self._max_memory]
@@ -160,6 +161,7 @@ def main() -> None:
         num_bytes = sum(file.stat().st_size for file in path.iterdir())
         read_s, hash_s = seconds_of_reading(path)
         import_s = seconds_of_import()
+        shutil.rmtree(directory / "cache of one server", ignore_errors=True)
         os.environ["SWARMLLM_CACHE"] = str(directory / "cache of one server")
         alone = online(path, SHAPES[args.shape]["blocks"], "int8", 1)
         forget(path)
