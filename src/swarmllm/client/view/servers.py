@@ -44,7 +44,7 @@ from pathlib import Path
 from weakref import WeakSet
 
 from swarmllm.client.view.connection import Connection
-from swarmllm.config import ClientConfig, address_book_path
+from swarmllm.config import ClientConfig, address_book_path, is_of_machines
 from swarmllm.data_structures import BlockTraits, RouteHop, ServedBlocks, ServerInfo, Span, StackTraits, SwarmSnapshot
 from swarmllm.errors import (
     ConfigurationError,
@@ -62,7 +62,7 @@ from swarmllm.swarm.block_map import describe_different_weights
 from swarmllm.swarm.claims import agreed_digests, contradicts
 from swarmllm.swarm.retry import PeerHealth
 from swarmllm.swarm.round_trips import RoundTrips
-from swarmllm.swarm.stacks import command_to_serve, describe_span
+from swarmllm.swarm.stacks import describe_span, how_to_serve
 
 logger = logging.getLogger(__name__)
 
@@ -223,6 +223,8 @@ class LookUps:
             )
         if not self.snapshot.servers:
             others = f"; this swarm serves {', '.join(names)}" if names else "; this swarm serves no model at all"
+            if is_of_machines(self.config.swarm_name):
+                others = "; on one of the swarm's machines, `swarmllm use` shows what they serve and load"
             return MissingBlocksError(f"nobody serves {self.name}{others}", error.block_idxs)
         if adapter is not None:
             return MissingBlocksError(
@@ -234,9 +236,7 @@ class LookUps:
             return MissingBlocksError(f"{error} of {self.name}{left_out}", error.block_idxs)
         text = f"{error} of {self.name} (waited {self.config.route_timeout_s:.0f} s)"
         if missing := error.block_idxs:  # empty if the servers' spans can't be joined
-            is_private = self.config.swarm_name is not None
-            command = command_to_serve(missing, self.name, self.config.initial_peers, is_private=is_private)
-            text += f": start a server of them, {command}"
+            text += f": {how_to_serve(missing, self.name, self.config.initial_peers, self.config.swarm_name)}"
         return MissingBlocksError(text, missing)
 
     def _may_use(self, server: ServerInfo) -> bool:
