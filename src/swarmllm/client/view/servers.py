@@ -54,7 +54,7 @@ from swarmllm.errors import (
     WeightsMismatchError,
 )
 from swarmllm.network.p2p.block_directory import BlockDirectory
-from swarmllm.network.p2p.discovery import LOOK_ON_S, find_swarm
+from swarmllm.network.p2p.discovery import LOOK_ON_S, SwarmHere, find_swarm, find_swarm_here
 from swarmllm.network.p2p.identity import Identity
 from swarmllm.network.p2p.peer import Peer
 from swarmllm.network.p2p.verified_peers import CheckGreeting, VerifiedPeers
@@ -107,6 +107,8 @@ class LookUps:
         self._refreshing = asyncio.Lock()
         self._lan_look: asyncio.Task[None] | None = None
         self._lan_looked_at = -math.inf
+        self._here: SwarmHere | None = None
+        """The swarm of this machine's agent, if this client found it there."""
 
     @property
     def peer(self) -> Peer:
@@ -123,16 +125,16 @@ class LookUps:
             MissingBlocksError: the local network has no peers either.
             PeerUnreachableError: none of them answers.
         """
-        initial_peers = self.config.initial_peers
+        initial_peers, swarm_name = self.config.initial_peers, self.config.swarm_name
         if not initial_peers:
             if not self.config.lan_discovery:
                 raise ConfigurationError(
                     "name peers of the swarm with --initial_peers (in Python: initial_peers=[…]), which servers "
                     "print when they start, or set SWARMLLM_INITIAL_PEERS"
                 )
-            initial_peers = await find_swarm(
-                self.name, self.fingerprint, look_on_s=min(LOOK_ON_S, self.config.start_timeout_s)
-            )
+            initial_peers = await self._find_swarm()
+            if self._here is not None:
+                swarm_name = self._here.swarm_name
         self._peer = await Peer.create(
             initial_peers=initial_peers,
             identity_path=self.config.identity_path,
@@ -140,7 +142,30 @@ class LookUps:
             address_book=address_book_path(),
         )
         self._peer.prefer_records(self.verified.__contains__)
-        self._directory = BlockDirectory(self._peer, self.config.swarm_name)
+        self._directory = BlockDirectory(self._peer, swarm_name)
+
+    async def _find_swarm(self) -> Sequence[str]:
+        """Initial peers of the swarm that this machine is in (`_here`) if it serves the model, else of one of the local
+        network.
+
+        Raises:
+            MissingBlocksError: there is neither.
+        """
+        here = await find_swarm_here()
+        if here is None or self.fingerprint not in here.models:
+            look_on_s = min(LOOK_ON_S, self.config.start_timeout_s) if here is None else 0.0
+            try:
+                return await find_swarm(self.name, self.fingerprint, look_on_s=look_on_s)
+            except MissingBlocksError as error:
+                if here is None:
+                    raise
+                here = await find_swarm_here() or here  # the command may have come just now
+                if self.fingerprint not in here.models:
+                    told = f"{here.told}: give it this one by `swarmllm use {self.name}`"
+                    raise MissingBlocksError(f"{told}; besides, {error}", error.block_idxs) from None
+        logger.info("the swarm of this machine serves %s: %s", self.name, here.name)
+        self._here = here
+        return here.initial_peers
 
     async def close(self) -> None:
         """Leave the DHT and end the daemon."""
@@ -170,7 +195,7 @@ class LookUps:
 
     @property
     def _found_on_lan(self) -> bool:
-        return not self.config.initial_peers
+        return not self.config.initial_peers and self._here is None
 
     def _look_at_lan_soon(self) -> None:
         """Look for servers that were started after the last peer was lost, at new addresses."""
@@ -233,11 +258,13 @@ class LookUps:
         if left_out:
             return MissingBlocksError(f"{error} of {self.name}{left_out}", error.block_idxs)
         text = f"{error} of {self.name} (waited {self.config.route_timeout_s:.0f} s)"
-        if missing := error.block_idxs:  # empty if the servers' spans can't be joined
+        if self._here is not None:
+            text += ": its machines load them as soon as they can, and `swarmllm use` shows what they wait for"
+        elif missing := error.block_idxs:  # empty if the servers' spans can't be joined
             is_private = self.config.swarm_name is not None
             command = command_to_serve(missing, self.name, self.config.initial_peers, is_private=is_private)
             text += f": start a server of them, {command}"
-        return MissingBlocksError(text, missing)
+        return MissingBlocksError(text, error.block_idxs)
 
     def _may_use(self, server: ServerInfo) -> bool:
         config, peer_id = self.config, server.peer_id
