@@ -144,7 +144,7 @@ class LookUps:
         self._peer.prefer_records(self.verified.__contains__)
         self._directory = BlockDirectory(self._peer, swarm_name)
 
-    async def _find_swarm(self) -> Sequence[str]:
+    async def _find_swarm(self) -> tuple[str, ...]:
         """Initial peers of the swarm that this machine is in (`_here`) if it serves the model, else of one of the local
         network.
 
