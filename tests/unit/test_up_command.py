@@ -3,6 +3,8 @@
 import asyncio
 import json
 import os
+import re
+import socket
 import stat
 import subprocess
 import sys
@@ -143,6 +145,48 @@ def test_what_cannot_work_is_one_sentence(
 ) -> None:
     assert up.main([*argv, *(["--install"] if "swarm:e30" in argv else [])]) == 2
     assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--max_memory", "99999"], "is more than the"),
+        (["--max_memory", "0.0001"], "'0.0001' is 0.1 MB, too little for any block"),
+        (["--device", "cuda:77"], "can't be used here"),
+        (["--host", "192.0.2.77"], "can't listen on 192.0.2.77 \\(Cannot assign"),
+    ],
+)
+@pytest.mark.parametrize("way", [[], ["--install"]])
+def test_what_this_machine_cannot_do_is_refused_before_it_joins(
+    flags: list[str], complaint: str, way: list[str], calls: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert up.main([*way, *flags, INVITE]) == 2
+    said = capsys.readouterr()
+    assert re.search(complaint, said.err)
+    assert not said.out
+    assert StateDirectory(Path(os.environ["SWARMLLM_STATE_DIR"])).swarm_key() is None
+    assert not calls.exists()
+
+
+def test_only_ports_that_are_taken_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, tries = socket.create_server(("127.0.0.1", 0)), []
+    free = socket.create_server(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+    free.close()
+    with taken:
+        page, sockets = up._bound_page(UpConfig(), "127.0.0.1", (taken.getsockname()[1], port))
+    assert page.port == port
+    for one in sockets:
+        one.close()
+
+    def unknown(host: str, port: int, **_: Any) -> Any:
+        tries.append(port)
+        raise socket.gaierror(socket.EAI_AGAIN, "no name server")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(ConfigurationError, match=r"can't listen on elsewhere \(no name server\)"):
+        up._bound_page(UpConfig(), "elsewhere")
+    assert len(tries) == 1
 
 
 def test_an_invite_to_a_model_is_refused(calls: Path, capsys: pytest.CaptureFixture[str]) -> None:

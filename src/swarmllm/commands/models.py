@@ -58,7 +58,7 @@ class ModelsConfig(SwarmConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_memory is not None:
-            memory_limit_bytes(self.max_memory, 1 << 50)
+            memory_limit_bytes(self.max_memory)
         for name in self.model:
             require_model_place(name)
         if self.initial_peers and self.max_memory is not None:

@@ -5,6 +5,7 @@ and prints the address of the page. `--install` makes a systemd user unit that d
 """
 
 import asyncio
+import errno
 import logging
 import os
 import secrets
@@ -14,7 +15,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +27,7 @@ from swarmllm.files import replace_file, user_path
 from swarmllm.invite import Invite, is_invite, read_invite
 from swarmllm.machines.settings import MachineConfig
 from swarmllm.machines.state import StateDirectory
+from swarmllm.server.downloads import in_background
 
 if TYPE_CHECKING:
     from swarmllm.gateway.settings import GatewayConfig
@@ -89,6 +92,8 @@ def parse_up(argv: Sequence[str] | None) -> tuple[UpConfig, Invite | None]:
     """
     settings = build_parser().parse_settings(argv)
     word = settings.pop("invite", None)
+    if word is None and len(devices := settings.get("device", ())) > 1 and is_invite(devices[-1]):
+        *settings["device"], word = devices  # --device takes all words that follow
     if word is not None and not is_invite(word):
         raise ConfigurationError(
             f"{word[:40]!r} is no invite: an invite begins with swarm: and is shown on the page of a machine"
@@ -114,6 +119,9 @@ async def serve(config: UpConfig, invite: Invite | None) -> None:
             from swarmllm.machines.agent import Agent
 
         stop = stop_event()
+        await unless_stopped(stop, in_background(partial(require_possible, config)))
+        if stop.is_set():
+            return
         machine = MachineConfig(**{one.name: getattr(config, one.name) for one in fields(MachineConfig)})
         agent = await unless_stopped(stop, Agent.start(machine, state, invite=invite))
         if agent is None:
@@ -150,20 +158,41 @@ def _page_of(config: UpConfig, agent: "Agent") -> "tuple[GatewayConfig, list[soc
     Raises:
         ConfigurationError: it can't listen there.
     """
+    is_shared = agent.swarm.is_open and not _is_on_loopback(agent)
+    return _bound_page(config, config.host or (EVERYWHERE if is_shared else LOOPBACK))
+
+
+def _bound_page(
+    config: UpConfig, host: str, ports: Sequence[int] = PORTS
+) -> "tuple[GatewayConfig, list[socket.socket]]":
+    """`_page_of` at this address, on the first free port if the user names none."""
     from swarmllm.gateway.__main__ import bound_sockets
     from swarmllm.gateway.settings import GatewayConfig
 
-    is_shared = agent.swarm.is_open and not _is_on_loopback(agent)
-    host = config.host or (EVERYWHERE if is_shared else LOOPBACK)
-    ports = PORTS if config.port is None else (config.port,)
+    ports = ports if config.port is None else (config.port,)
     for port in ports:
         gateway = GatewayConfig(model=(), host=host, port=port, route_timeout_s=REPAIR_S)
         try:
             return gateway, bound_sockets(gateway)
-        except ConfigurationError:
-            if port == ports[-1]:
+        except ConfigurationError as error:
+            is_taken = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE
+            if not is_taken or port == ports[-1]:
                 raise
     raise AssertionError("no ports")
+
+
+def require_possible(config: UpConfig) -> None:
+    """Check what needs torch or the network, before the machine joins a swarm. It may wait for a name server.
+
+    Raises:
+        ConfigurationError: a device, its memory or the page's address can't be had.
+    """
+    from swarmllm.gateway.__main__ import close_all
+    from swarmllm.machines.offers import require_offer
+
+    require_offer(config)
+    _, sockets = _bound_page(config, config.host or LOOPBACK)
+    close_all(sockets)
 
 
 def _is_on_loopback(agent: "Agent") -> bool:
@@ -308,6 +337,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             uninstall()
         elif config.install:
             _require_systemd()
+            with announced_imports():
+                require_possible(replace(config, port=0))  # an installed unit may have the port now
             await enter(config, invite)
             install(config)
         else:
