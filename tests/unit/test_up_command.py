@@ -49,6 +49,7 @@ def test_install_and_uninstall(calls: Path, capsys: pytest.CaptureFixture[str]) 
     assert up.main(["--install", "--max_memory", "50%", "--nice", "--no_lan_discovery", INVITE]) == 0
     assert "installed" in capsys.readouterr().out
     assert calls.read_text().splitlines() == [
+        "systemctl --user show-environment",
         "systemctl --user daemon-reload",
         "systemctl --user enable swarmllm.service",
         "systemctl --user restart swarmllm.service",
@@ -68,7 +69,8 @@ def test_install_and_uninstall(calls: Path, capsys: pytest.CaptureFixture[str]) 
     assert len(state.read("peers.json", [])) == 1
     assert up.main(["--uninstall"]) == 0
     assert not unit_path().exists()
-    assert calls.read_text().splitlines()[4:] == [
+    assert calls.read_text().splitlines()[5:] == [
+        "systemctl --user show-environment",
         "systemctl --user disable --now swarmllm.service",
         "systemctl --user daemon-reload",
     ]
@@ -118,13 +120,29 @@ def test_the_unit_starts_the_same_settings_again(tmp_path: Path, monkeypatch: py
 def test_a_systemd_that_refuses_or_is_missing(
     calls: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FAILS", "enable")
-    assert up.main(["--install"]) == 2
-    assert "`systemctl --user enable swarmllm.service` failed: Failed to enable" in capsys.readouterr().err
+    for fails, said in (
+        ("enable", "`systemctl --user enable swarmllm.service` failed: Failed to enable"),
+        ("show-environment", "no session of systemd here (`systemctl --user show-environment` failed: Failed to show-"),
+    ):
+        monkeypatch.setenv("FAILS", fails)
+        assert up.main(["--install"]) == 2
+        assert said in capsys.readouterr().err
+        assert not unit_path().exists()
+    monkeypatch.setenv("FAILS", "")
+    for fails, path in (("show-environment", os.environ["PATH"]), ("", "/nowhere")):
+        assert up.main(["--install"]) == 0
+        link = unit_path().parent / "default.target.wants" / unit_path().name
+        link.parent.mkdir(exist_ok=True)
+        link.symlink_to(unit_path())
+        with monkeypatch.context() as later:  # the session has gone, as after su
+            later.setenv("FAILS", fails)
+            later.setenv("PATH", path)
+            assert up.main(["--uninstall"]) == 0
+            assert not unit_path().exists()
+            assert not link.is_symlink()
     monkeypatch.setenv("PATH", "/nowhere")
-    for flag in ("--install", "--uninstall"):
-        assert up.main([flag]) == 2
-        assert "has no systemd" in capsys.readouterr().err
+    assert up.main(["--install"]) == 2
+    assert "has no systemd" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -165,7 +183,7 @@ def test_what_this_machine_cannot_do_is_refused_before_it_joins(
     assert re.search(complaint, said.err)
     assert not said.out
     assert StateDirectory(Path(os.environ["SWARMLLM_STATE_DIR"])).swarm_key() is None
-    assert not calls.exists()
+    assert not unit_path().exists()
 
 
 def test_only_ports_that_are_taken_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:

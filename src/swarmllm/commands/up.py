@@ -280,34 +280,51 @@ def install(config: UpConfig) -> None:
         ConfigurationError: systemd refuses, or the unit can't be written.
     """
     path = unit_path()
+    is_new = not path.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, unit_text(config))
         path.chmod(0o600)  # it may hold a token
     except OSError as error:
         raise ConfigurationError(f"{path} can't be written: {error.strerror}") from None
-    _systemctl("daemon-reload")
-    _systemctl("enable", UNIT)
-    _systemctl("restart", UNIT)
+    try:
+        _systemctl("daemon-reload")
+        _systemctl("enable", UNIT)
+        _systemctl("restart", UNIT)
+    except ConfigurationError:
+        if is_new:
+            _remove_unit()
+        raise
     if shutil.which("loginctl") is None or subprocess.run(["loginctl", "enable-linger"], check=False).returncode:
         logger.warning("it starts when you log in, not at boot: `loginctl enable-linger` was refused")
     print("swarmllm: installed and started; `swarmllm use` shows the page's address", flush=True)
 
 
 def uninstall() -> None:
-    """Stop the unit, and remove it.
+    """Stop the unit, and remove it. Where systemd can't be asked, its files are removed all the same.
 
     Raises:
-        ConfigurationError: this machine has no systemd, or it refuses.
+        ConfigurationError: nothing is installed, or systemd refuses.
     """
-    _require_systemd()
     path = unit_path()
     if not path.exists():
         raise ConfigurationError(f"nothing is installed: there is no {path}")
-    _systemctl("disable", "--now", UNIT)
-    path.unlink(missing_ok=True)
-    _systemctl("daemon-reload")
+    try:
+        _require_systemd()
+    except ConfigurationError:
+        _remove_unit()
+        logger.warning("systemd can't be asked to stop it here: end `swarmllm up` yourself if it runs")
+    else:
+        _systemctl("disable", "--now", UNIT)
+        _remove_unit()
+        _systemctl("daemon-reload")
     print("swarmllm: uninstalled; models and keys stay in the state directory", flush=True)
+
+
+def _remove_unit() -> None:
+    """Remove the file, and the link that starts it at boot."""
+    unit_path().unlink(missing_ok=True)
+    (unit_path().parent / "default.target.wants" / UNIT).unlink(missing_ok=True)
 
 
 async def _nobody() -> None:
@@ -315,10 +332,18 @@ async def _nobody() -> None:
 
 
 def _require_systemd() -> None:
+    """Raise ConfigurationError unless this user's systemd takes orders."""
     if shutil.which("systemctl") is None:
         raise ConfigurationError(
             "this machine has no systemd: let its own service manager start `swarmllm up` in place of --install"
         )
+    try:
+        _systemctl("show-environment")
+    except ConfigurationError as error:
+        raise ConfigurationError(
+            f"this user has no session of systemd here ({error}): log in as this user, not by su or sudo, or let "
+            "another service manager start `swarmllm up` in place of --install"
+        ) from None
 
 
 def _systemctl(*words: str) -> None:
