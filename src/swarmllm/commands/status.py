@@ -14,7 +14,7 @@ from swarmllm.command_line import Parser, announced_imports, run_command
 from swarmllm.config import SwarmConfig, address_book_path, require_addresses, require_model_place
 from swarmllm.data_structures import ModelRecord, SwarmSnapshot, size_in_words
 from swarmllm.errors import ConfigurationError, MissingBlocksError
-from swarmllm.files import user_path
+from swarmllm.files import existing_path, user_path
 from swarmllm.swarm.block_map import (
     describe_adapters,
     describe_coverage,
@@ -133,7 +133,7 @@ def is_on_this_machine(model: str) -> bool:
     """
     require_model_place(model)
     place, _, kind = model.rpartition(":")  # of a GGUF file
-    return user_path(model).exists() or bool(place and "/" not in kind and user_path(place).is_dir())
+    return existing_path(model) is not None or bool(place and "/" not in kind and user_path(place).is_dir())
 
 
 def fingerprint_of_files(place: str) -> str:

@@ -20,7 +20,7 @@ from swarmllm.command_line import Parser, run_command
 from swarmllm.config import state_dir
 from swarmllm.data_structures import printable, size_in_words
 from swarmllm.errors import ConfigurationError, PeerUnreachableError, SwarmError
-from swarmllm.files import user_path
+from swarmllm.files import existing_path
 from swarmllm.machines.state import StateDirectory
 
 EXAMPLES = """examples:
@@ -210,9 +210,9 @@ async def use(page: Page, model: str, *, add: bool) -> None:
         SwarmError: the agent refuses, or the model doesn't fit.
     """
     began_at = time.monotonic()
-    place = user_path(model)
+    place = existing_path(model)
     given = await page.post(
-        "/api/machines/use", {"model": str(place.resolve()) if place.exists() else model, "add": add}
+        "/api/machines/use", {"model": model if place is None else str(place.resolve()), "add": add}
     )
     wanted = given["wanted"][-1]
     print(f"swarmllm: command {given['number']}: {printable(given['what'])}", flush=True)

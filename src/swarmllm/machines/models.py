@@ -14,7 +14,7 @@ from pathlib import Path
 from swarmllm.config import default_cache_dir
 from swarmllm.data_structures import ServerInfo, ServerState
 from swarmllm.errors import ConfigurationError, SwarmError
-from swarmllm.files import user_path
+from swarmllm.files import existing_path
 from swarmllm.machines.catalogue import Entry, entry_of, known_checkpoint, known_models, models_to_list
 from swarmllm.machines.decisions import is_covered
 from swarmllm.machines.records import Command, Wanted
@@ -196,7 +196,7 @@ def place_of(model: str) -> str | None:
     """The place of a model on this machine: the path itself, or that of a name of the catalogue."""
     if model in (known := dict(models_to_list(()))):
         return known[model]
-    return model if user_path(model).exists() else None
+    return model if existing_path(model) is not None else None
 
 
 def named_entry(model: str) -> tuple[str, Entry]:

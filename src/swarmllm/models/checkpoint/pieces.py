@@ -24,7 +24,7 @@ from huggingface_hub.errors import HTTPError
 from swarmllm.config import require_directory_or_hub_id
 from swarmllm.data_structures import Span
 from swarmllm.errors import BlockWeightsNotFoundError, ConfigurationError, CorruptWeightsError
-from swarmllm.files import replaced, user_path
+from swarmllm.files import existing_path, replaced
 from swarmllm.models.architecture import blocks_class, parts_of
 from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint, spots
 from swarmllm.models.checkpoint.fingerprint import SAMPLED_ROWS
@@ -101,7 +101,7 @@ def describe(place: str | Path, *, cache_dir: Path | None = None, piece_bytes: i
         WeightsError: files are missing or damaged.
     """
     place = str(place)
-    if not user_path(place).exists():
+    if existing_path(place) is None:
         raise ConfigurationError(f"{place} isn't on this machine: name a directory or a GGUF file")
     checkpoint = open_checkpoint(place)
     directory, gguf = _opened_at(checkpoint, place)
