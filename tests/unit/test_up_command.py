@@ -274,8 +274,12 @@ def test_use_without_an_agent(
     StateDirectory(tmp_path).write("page.json", {"url": "http://127.0.0.1:9/", "key": "k"})
     assert use.main(["m"]) == 1
     assert "doesn't answer at http://127.0.0.1:9/" in capsys.readouterr().err
-    for argv in (["m", "--drop", "n"], ["--add"]):
+    for argv in (["m", "--drop", "n"], ["--add"], [""], [" "], ["https://example.org/m"]):
         assert use.main(argv) == 2
+    capsys.readouterr()
+    for address in ("https://huggingface.co/org/name", "hf.co/org/name/tree/main?x=1", "HTTPS://HF.co/org/name/x.gguf"):
+        assert use.main([address]) == 2
+        assert "give the hub id, org/name\n" in capsys.readouterr().err
 
 
 class FakePage(Page):

@@ -17,7 +17,7 @@ from http.client import HTTPException
 from typing import Any
 
 from swarmllm.command_line import Parser, run_command
-from swarmllm.config import state_dir
+from swarmllm.config import require_model_name, state_dir
 from swarmllm.data_structures import printable, size_in_words
 from swarmllm.errors import ConfigurationError, PeerUnreachableError, SwarmError
 from swarmllm.files import existing_path
@@ -272,6 +272,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigurationError("give a model to use, or one to --drop")
         if config.add and model is None:
             raise ConfigurationError("name the model to add")
+        if model is not None:
+            require_model_name(model)
         page = Page.of_this_machine()
         if config.drop is not None:
             given = await page.post("/api/machines/drop", {"name": config.drop})

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from swarmllm.config import default_cache_dir
+from swarmllm.config import default_cache_dir, require_model_name
 from swarmllm.data_structures import ServerInfo, ServerState
 from swarmllm.errors import ConfigurationError, SwarmError
 from swarmllm.files import existing_path
@@ -193,7 +193,12 @@ def _cancel(model: Model) -> None:
 
 
 def place_of(model: str) -> str | None:
-    """The place of a model on this machine: the path itself, or that of a name of the catalogue."""
+    """The place of a model on this machine: the path itself, or that of a name of the catalogue.
+
+    Raises:
+        ConfigurationError: nothing can have this name.
+    """
+    require_model_name(model)
     if model in (known := dict(models_to_list(()))):
         return known[model]
     return model if existing_path(model) is not None else None

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HTTPError
+from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
 from swarmllm.config import require_directory_or_hub_id
 from swarmllm.data_structures import Span
@@ -297,8 +297,12 @@ def describe_on_hub(
     require_directory_or_hub_id(repo_id)
     try:
         about = HfApi(token=token).model_info(repo_id, revision=revision, files_metadata=True)
-    except (HTTPError, OSError, ValueError) as error:
+    except (HfHubHTTPError, ValueError) as error:
         raise ConfigurationError(f"{repo_id!r} can't be found on the hub: {first_line(error)}") from error
+    except (HTTPError, OSError) as error:
+        raise ConfigurationError(
+            f"{repo_id!r} isn't on this machine, and the hub can't be reached to look there: {first_line(error)}"
+        ) from error
     sizes = {one.rfilename: one.size for one in about.siblings or () if one.size is not None}
     whole = {one.rfilename: one.lfs.sha256 for one in about.siblings or () if one.lfs is not None}
     if gguf is None and (kind or CONFIG not in sizes or not any(name in sizes for name, _ in LAYOUTS)):
