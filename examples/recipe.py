@@ -11,6 +11,7 @@ is an ordinary one of peft (`sharing.py` uses it in four ways).
 
 import argparse
 import contextlib
+import logging
 import random
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from runs import StepTimes, check_resumes, default_model, save_loss_curve, setti
 from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
 from swarmllm import AutoDistributedModelForCausalLM
+from swarmllm.invite import is_invite
 from swarmllm.training import RunSettings, TogetherCallback
 
 PERSONAS = {
@@ -46,6 +48,12 @@ def conversations(tokenizer: Any, answers: tuple[str, ...], count: int, seed: in
         labels = [-100] * len(prompt_ids) + answer_ids
         found.append({"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels})
     return found
+
+
+def common_texts(tokenizer: Any) -> tuple[str, ...]:
+    """A conversation with each persona, on which all homes of a run measure their adapters."""
+    ids = [conversations(tokenizer, answers, 2, seed=1) for answers in PERSONAS.values()]
+    return tuple(tokenizer.decode(one["input_ids"]) for persona in ids for one in persona)
 
 
 def train(
@@ -74,12 +82,25 @@ def train(
         ),
         train_dataset=conversations(tokenizer, PERSONAS[persona], 256, seed=0),
         data_collator=DataCollatorForSeq2Seq(tokenizer),
-        callbacks=[StepTimes(base.remote_blocks), *([] if together is None else [together])],
+        processing_class=tokenizer,
+        callbacks=[StepTimes(base.remote_blocks)],
     )
+    if together is not None:
+        together.add_to(trainer)
     trainer.train(resume_from_checkpoint=resume)
     save_loss_curve(trainer.state.log_history, output_dir / "loss.svg")
     model.save_pretrained(output_dir / "adapter")
     return model
+
+
+def home_of_run(args: argparse.Namespace, tokenizer: Any) -> TogetherCallback:
+    """This home in the run of `--together`. The first home names the common texts."""
+    place = args.output_dir / "together"
+    texts = () if is_invite(args.together) else common_texts(tokenizer)
+    chosen = RunSettings(wait_for=args.homes, name=args.persona, common_texts=texts)
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("swarmllm.training").setLevel(logging.INFO)  # the invite, homes and rounds
+    return TogetherCallback(args.together, args.every, directory=place, settings=chosen)
 
 
 def main() -> None:
@@ -97,18 +118,12 @@ def main() -> None:
     args = parser.parse_args()
     if args.resume:
         check_resumes(args.output_dir)
-    together = None
-    if args.together is not None:
-        place = args.output_dir / "together"
-        together = TogetherCallback(
-            args.together, args.every, directory=place, settings=RunSettings(wait_for=args.homes, name=args.persona)
-        )
-        print(f"other homes: --together {place / 'invite.swarm'}, with an --output_dir of their own", flush=True)
     with contextlib.ExitStack() as stack:
         peers = swarm_for(stack, args.model, args.initial_peers)
         tokenizer = tokenizer_of(args.model)
         base = AutoDistributedModelForCausalLM.from_pretrained(args.model, initial_peers=peers, dtype="float32")
         stack.enter_context(base)
+        together = None if args.together is None else home_of_run(args, tokenizer)
         options = {"steps": args.steps, "lr": args.lr, "resume": args.resume, "together": together}
         model = train(base, tokenizer, args.persona, args.output_dir, **options)
         model.print_trainable_parameters()

@@ -12,6 +12,7 @@ models      open a checkpoint's model and tokenizer; facts of its architecture; 
 sessions    a session in the swarm, and a cache on it for `generate()`
 tokens      logits processors of this project's own decoding methods
 the swarm   servers, routes and their costs, connections
+trainings   logs of runs that homes share
 commands    flags from settings, signals, exit codes, files of users
 """
 
@@ -65,7 +66,7 @@ from swarmllm.errors import (
     WeightsError,
     WeightsMismatchError,
 )
-from swarmllm.files import entries_of, read_text
+from swarmllm.files import entries_of, read_text, user_path
 from swarmllm.machine_memory import total_memory_bytes
 from swarmllm.version import __version__
 
@@ -89,6 +90,7 @@ if TYPE_CHECKING:
         ServerState,
         Span,
         SwarmSnapshot,
+        printable,
     )
     from swarmllm.decoding.methods import processors_before, processors_behind, tokens_with
     from swarmllm.models.architecture import (
@@ -105,6 +107,7 @@ if TYPE_CHECKING:
     from swarmllm.swarm.block_map import state_name
     from swarmllm.swarm.route_costs import RouteCosts
     from swarmllm.swarm.routing import find_route, route_cost_ms
+    from swarmllm.training.run_log import RunSummary, logs_in, run_summary
 
 __all__ = [  # noqa: RUF022 - in groups
     # errors
@@ -129,9 +132,11 @@ __all__ = [  # noqa: RUF022 - in groups
     # the swarm
     "Connection", "SwarmView", "RouteHop", "ServerInfo", "ServerState", "Span", "SwarmSnapshot", "state_name",
     "RouteCosts", "find_route", "route_cost_ms",
+    # trainings
+    "RunSummary", "logs_in", "run_summary",
     # commands
     "Parser", "announced_imports", "docstrings", "one_line", "require_free_port", "run_command", "stop_event",
-    "entries_of", "read_text", "total_memory_bytes", "__version__",
+    "entries_of", "read_text", "user_path", "printable", "total_memory_bytes", "__version__",
 ]  # fmt: skip
 
 _HOMES = {
@@ -165,10 +170,14 @@ _HOMES = {
     "ServerState": "swarmllm.data_structures",
     "Span": "swarmllm.data_structures",
     "SwarmSnapshot": "swarmllm.data_structures",
+    "printable": "swarmllm.data_structures",
     "state_name": "swarmllm.swarm.block_map",
     "RouteCosts": "swarmllm.swarm.route_costs",
     "find_route": "swarmllm.swarm.routing",
     "route_cost_ms": "swarmllm.swarm.routing",
+    "RunSummary": "swarmllm.training.run_log",
+    "logs_in": "swarmllm.training.run_log",
+    "run_summary": "swarmllm.training.run_log",
 }
 """The modules that are imported late, by name."""
 

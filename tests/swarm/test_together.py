@@ -1,12 +1,13 @@
 """Homes that train together: as good as one run on all data, whatever some of them do."""
 
 import asyncio
+import itertools
 import json
 import math
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +20,23 @@ from together_homes import (
     Home,
     HomePlan,
     base_weights,
+    held_out_loss,
     homes,
     loss_of_one_run,
     texts,
     untrained_model,
 )
-from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from swarmllm.errors import ConfigurationError
 from swarmllm.invite import read_invite
-from swarmllm.network.p2p.identity import Identity
+from swarmllm.network.p2p.identity import Identity, lock_identity
 from swarmllm.network.p2p.peer import Peer
 from swarmllm.network.wire.protocol import MessageType, hello
 from swarmllm.training import RunSettings, Together, TogetherCallback
 from swarmllm.training.privacy import epsilon_of
-from swarmllm.training.rounds import LOG_FILE, is_genuine_line, membership
+from swarmllm.training.rounds import membership
+from swarmllm.training.run_log import LOG_FILE, is_genuine_line, run_summary
 from swarmllm.training.together import INVITE_FILE
 
 pytestmark = pytest.mark.timeout(900)
@@ -79,7 +82,12 @@ def small_home(directory: Path, run: str, seed: int, steps: int, **settings: Any
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     generator = torch.Generator().manual_seed(seed)
     chosen = RunSettings(host_maddrs=HERE, name=f"home {seed}", **settings)
-    with Together(optimizer, run, every=5, directory=directory, settings=chosen) as together:
+
+    def loss_of(texts: Sequence[str]) -> float:
+        inputs = torch.eye(40)[: sum(map(len, texts))]
+        return (model(inputs) - 1).square().mean().item()
+
+    with Together(optimizer, run, every=5, directory=directory, settings=chosen, loss_of=loss_of) as together:
         for _ in range(steps):
             inputs = torch.randn(8, 40, generator=generator)
             loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
@@ -95,7 +103,7 @@ def test_two_homes_end_with_the_same_values_and_a_signed_log(tmp_path: Path) -> 
     first, second = tmp_path / "first", tmp_path / "second"
 
     def one() -> None:
-        found[0] = small_home(first, "a run", 0, 22, wait_for=2)
+        found[0] = small_home(first, "a run", 0, 22, wait_for=2, common_texts=("a", "few letters"))
 
     def other() -> None:
         found[1] = small_home(second, invite_of(first), 1, 22, wait_for=2)
@@ -104,22 +112,39 @@ def test_two_homes_end_with_the_same_values_and_a_signed_log(tmp_path: Path) -> 
     assert torch.equal(found[0][1].weight, found[1][1].weight)
     assert found[0][0].round == found[1][0].round == 5  # four of 5 steps, and one of the last 2
     logs = [lines(first), lines(second)]
-    assert [line["digest"] for line in logs[0]] == [line["digest"] for line in logs[1]]
-    for line in (*logs[0], *logs[1]):
-        assert is_genuine_line(line)
+    assert all(map(is_genuine_line, (*logs[0], *logs[1])))
+    assert [line["digest"] for line in logs[0][:5]] == [line["digest"] for line in logs[1][:5]]
+    for line in (*logs[0][:5], *logs[1][:5]):
         assert sorted(member["name"] for member in line["members"]) == ["home 0", "home 1"]
     assert [member["tokens"] for member in logs[0][1]["members"]] == [40, 40]
     assert sum(member["tokens"] for line in logs[0] for member in line["members"]) == 2 * 22 * 8
     assert (first / INVITE_FILE).stat().st_mode & 0o77 == 0
+    check_losses_on_common_texts(found[0][0], logs)
 
-    again, model = small_home(first, "a run", 0, 3)  # after everybody has left: it goes on where they were
+    again, model = small_home(second, invite_of(first), 1, 3)  # the others have left: it goes on alone
     assert again.round == 6
+    assert len(run_summary(second / LOG_FILE).shared_losses) == 7  # it has kept the common texts
     assert not torch.equal(model.weight, found[0][1].weight)
+
+
+def check_losses_on_common_texts(together: Together, logs: list[list[dict[str, Any]]]) -> None:
+    """Both homes measure the same shared values, and say how good their own ones are."""
+    for *rounds, end in logs:
+        for line in rounds:
+            first, second = line["members"]
+            assert first["shared_loss"] == pytest.approx(second["shared_loss"])
+            assert first["own_loss"] != pytest.approx(second["own_loss"])
+        shared = [line["members"][0]["shared_loss"] for line in rounds]
+        assert all(after < before for before, after in itertools.pairwise([*shared, end["shared_loss"]]))
+        assert (end["round"], end["members"]) == (5, [])
+        assert end["shared_loss"] == pytest.approx(together.shared_loss)
 
 
 def test_noise_is_not_taken_back_and_its_budget_outlives_the_process(tmp_path: Path) -> None:
     noisy = {"noise_multiplier": 4.0, "clip_norm": 0.5}
-    together, _ = small_home(tmp_path, "a run", 0, 10, **noisy)
+    together, _ = small_home(tmp_path, "a run", 0, 10, **noisy, common_texts=("some letters",))
+    told = [line["members"][0] for line in lines(tmp_path) if line["members"]]
+    assert all(one["loss"] is None and one["own_loss"] is None and one["shared_loss"] for one in told)
     assert together.epsilon() == pytest.approx(epsilon_of(1e-5, 2 / 16))
     again, _ = small_home(tmp_path, "a run", 0, 5, **noisy)
     assert again.epsilon() == pytest.approx(epsilon_of(1e-5, 3 / 16))
@@ -157,6 +182,8 @@ def test_homes_with_other_rules_or_models_are_told_so(tmp_path: Path) -> None:
             invite = invite_of(first)
             with pytest.raises(ConfigurationError, match="different rules"):
                 small_home(wrong / "rules", invite, 1, 3, outer_lr=1.0)
+            with pytest.raises(ConfigurationError, match="different common texts"):
+                small_home(wrong / "texts", invite, 1, 3, common_texts=("others",))
             optimizer = torch.optim.SGD(torch.nn.Linear(41, 4).parameters(), lr=0.05)
             settings = RunSettings(host_maddrs=HERE)
             with (
@@ -192,8 +219,7 @@ def test_strangers_are_refused(tmp_path: Path) -> None:
             own = membership(peer.peer_id, Identity.generate())
             header = {"member": own, "size": 164, "shapes": "0" * 64, **rules}
             await stream.send(MessageType.MEMBER, header)
-            kinds = [(await stream.receive()).type, (await stream.receive()).type]
-            assert kinds == [MessageType.MEMBER, MessageType.ERROR]
+            assert (await stream.receive()).type is MessageType.ERROR
             await stream.gone
 
     def stranger() -> None:
@@ -209,6 +235,7 @@ def test_strangers_are_refused(tmp_path: Path) -> None:
     ("arguments", "mend"),
     [
         ({"every": 0}, "every must be 1 step or more"),
+        ({"run": ""}, "the run has no name"),
         ({"run": "swarm:e30"}, "take the one that a home of the run printed"),
         ({"run": "swarm:x"}, "is damaged"),
     ],
@@ -219,6 +246,22 @@ def test_mistakes_are_told_in_a_sentence(arguments: dict[str, Any], mend: str, t
         pytest.raises(ConfigurationError, match=mend),
         Together(optimizer, **{"run": "r", **arguments}, directory=tmp_path),
     ):
+        pass
+
+
+def test_a_directory_is_one_home_s(tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.05)
+    (tmp_path / "home").mkdir()
+    Identity.load_or_create(tmp_path / "home" / "identity.key")
+    held = lock_identity(tmp_path / "home" / "identity.key")
+    with (
+        pytest.raises(ConfigurationError, match="another home uses"),
+        Together(optimizer, "r", directory=tmp_path / "home"),
+    ):
+        pass
+    os.close(held)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match="can't make"), Together(optimizer, "r", directory=tmp_path / "file"):
         pass
 
 
@@ -288,26 +331,49 @@ def test_whatever_five_of_eight_homes_do_the_others_learn(tmp_path: Path) -> Non
     assert "home 3" not in counted[-1]
 
 
+class Report(TrainerCallback):
+    """Keeps what a report would show, as MLflow's and TensorBoard's callbacks do."""
+
+    def __init__(self) -> None:
+        self.logs: list[dict[str, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+        self.logs.append(dict(logs))
+
+
 def test_a_callback_of_transformers_trainer(tmp_path: Path) -> None:
-    """A home alone: rounds go on, and its log has the Trainer's tokens and losses."""
+    """A home alone: rounds go on, its log has the Trainer's tokens and losses, and reports have the run's figures."""
     rows = [{"input_ids": row, "labels": row} for row in texts(0, 24, [1])]
     settings = {"per_device_train_batch_size": 4, "logging_steps": 1, "save_steps": 3, "learning_rate": LR}
     quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "include_num_input_tokens_seen": "all"}
+    common = RunSettings(host_maddrs=HERE, common_texts=("a", "b"), in_background=False)
 
-    def train(steps: int, resume: bool) -> tuple[LlamaForCausalLM, TogetherCallback]:
-        run = TogetherCallback("a run", 2, directory=tmp_path / "home", settings=RunSettings(host_maddrs=HERE))
+    def train(steps: int, resume: bool) -> tuple[LlamaForCausalLM, TogetherCallback, list[dict[str, float]]]:
+        model, report = untrained_model(), Report()
+
+        def loss_of(given: Sequence[str]) -> float:
+            assert given == ("a", "b")
+            return held_out_loss(model)
+
+        run = TogetherCallback("a run", 2, directory=tmp_path / "home", settings=common, loss_of=loss_of)
         arguments = TrainingArguments(str(tmp_path / "trainer"), max_steps=steps, **settings, **quiet)
-        model = untrained_model()
-        Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[run]).train(resume_from_checkpoint=resume)
-        return model, run
+        trainer = Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[report])
+        run.add_to(trainer)
+        trainer.train(resume_from_checkpoint=resume)
+        return model, run, report.logs
 
-    first, run = train(6, resume=False)
+    first, run, reported = train(6, resume=False)
     assert run.together is not None
     assert run.together.round == 3
-    log = [line["members"][0] for line in lines(tmp_path / "home")]
+    log = [line["members"][0] for line in lines(tmp_path / "home")[:3]]
     assert [member["tokens"] for member in log] == [2 * 4 * LENGTH] * 3
     assert all(member["loss"] > 1 for member in log)
-    again, run = train(8, resume=True)
+    assert [one["together_round"] for one in reported if "loss" in one] == [0, 1, 1, 2, 2, 3]
+    assert reported[0]["together_shared_loss"] == log[0]["shared_loss"]
+    assert reported[1]["together_own_loss"] == log[0]["own_loss"]
+    assert reported[-1]["together_shared_loss"] == pytest.approx(held_out_loss(first))
+    assert reported[-1]["together_homes"] == 1
+    again, run, _ = train(8, resume=True)
     assert run.together is not None
     assert run.together.round == 4
     assert not torch.equal(first.lm_head.weight, again.lm_head.weight)

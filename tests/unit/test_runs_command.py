@@ -7,7 +7,7 @@ import pytest
 
 from swarmllm.commands.runs import MOST_BARS, bars, main
 from swarmllm.network.p2p.identity import Identity
-from swarmllm.training.rounds import LOG_FILE, signed_line
+from swarmllm.training.run_log import LOG_FILE, signed_line
 
 
 def log(directory: Path, num_rounds: int = 3, name: str = "pirate") -> Path:
@@ -33,8 +33,8 @@ def test_runs_below_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[st
     log(tmp_path / "two", num_rounds=1)
     assert main([str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    assert "one/together: round 2, 2 homes in it, 600 tokens" in text
-    assert "two: round 0, 2 homes in it, 200 tokens" in text
+    assert "one/together: 3 rounds, 2 homes in the last one, 600 tokens" in text
+    assert "two: 1 round, 2 homes in the last one, 200 tokens" in text
     robot = next(line.split() for line in text.splitlines() if "robot" in line)
     assert robot == ["robot", "3", "300", "3", "3.0000", "to", "1.0000", "█▅▁"]
 
@@ -43,7 +43,7 @@ def test_json_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     log(tmp_path / "one")
     assert main([str(tmp_path), "--json"]) == 0
     (run,) = json.loads(capsys.readouterr().out)
-    assert run["homes"]["pirate"]["losses"] == [3.0, 2.0, 1.0]
+    assert run["homes"]["pirate"]["losses"] == [[0, 3.0], [1, 2.0], [2, 1.0]]
     assert run["wrong_lines"] == 0
 
 

@@ -1,20 +1,15 @@
-"""`swarmllm runs`: trainings that several homes share, from the logs that `swarmllm.training.Together` writes here.
-
-Each line of a log is signed by the home that wrote it, and holds what the others signed. A line whose signature is
-wrong is counted and left out.
-"""
+"""`swarmllm runs`: trainings that several homes share, from the logs that `swarmllm.training.Together` writes here."""
 
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import asdict, dataclass
 
 from swarmllm.command_line import Parser, run_program
 from swarmllm.data_structures import printable
 from swarmllm.errors import ConfigurationError
-from swarmllm.files import read_text, user_path
+from swarmllm.files import user_path
+from swarmllm.training.run_log import RunSummary, logs_in, run_summary
 
 EXAMPLES = """examples:
   swarmllm runs
@@ -24,70 +19,38 @@ BARS = "▁▂▃▄▅▆▇█"
 MOST_BARS = 40
 
 
-def logs_in(place: Path) -> list[Path]:
-    """The logs in this directory, and up to three levels below it."""
-    from swarmllm.training.rounds import LOG_FILE
-
-    return sorted({path for depth in range(4) for path in place.glob("*/" * depth + LOG_FILE)})
-
-
-def summary(path: Path) -> dict[str, Any]:
-    """The sums of one log."""
-    from swarmllm.training.rounds import is_genuine_line
-
-    lines, num_wrong = [], 0
-    for text in read_text(path).splitlines():
-        try:
-            line = json.loads(text)
-            is_right = is_genuine_line(line) and all(isinstance(one, dict) for one in line["members"])
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            is_right = False
-        if is_right:
-            lines.append(line)
-        else:
-            num_wrong += 1
-    homes: dict[str, dict[str, Any]] = {}
-    for line in lines:
-        for member in line["members"]:
-            home = homes.setdefault(
-                member["peer_id"], {"name": member["name"], "rounds": 0, "tokens": 0, "shortened": 0, "losses": []}
-            )
-            home["rounds"] += 1
-            home["tokens"] += member["tokens"]
-            home["shortened"] += member["share"] < 1
-            if member["loss"] is not None:
-                home["losses"].append(member["loss"])
-    last = lines[-1] if lines else {}
-    return {
-        "directory": str(path.parent),
-        "run": last.get("run", ""),
-        "round": last.get("round"),
-        "homes_in_last_round": len(last.get("members", ())),
-        "tokens": last.get("tokens", 0),
-        "at": last.get("at"),
-        "wrong_lines": num_wrong,
-        "homes": homes,
-    }
-
-
-def as_text(runs: Iterable[dict[str, Any]]) -> str:
+def as_text(runs: Iterable[RunSummary]) -> str:
     """A table for each run."""
     return "\n\n".join(map(_run_as_text, runs)) or "no run has left a log here: name the directory of a training"
 
 
-def _run_as_text(run: dict[str, Any]) -> str:
-    count = run["homes_in_last_round"]
-    head = f"{run['directory']}: round {run['round']}, {count} home{'s' * (count != 1)} in it, {run['tokens']:,} tokens"
-    rows = [("home", "rounds", "tokens", "shortened", "loss", "")]
-    for home in sorted(run["homes"].values(), key=lambda home: str(home["name"])):
-        losses = home["losses"]
-        loss = f"{losses[0]:.4f} to {losses[-1]:.4f}" if losses else "-"
-        name = printable(str(home["name"]))
-        rows.append((name, str(home["rounds"]), f"{home['tokens']:,}", str(home["shortened"]), loss, bars(losses)))
+def _run_as_text(run: RunSummary) -> str:
+    count = run.homes_in_last_round
+    done = 0 if run.round is None else run.round + 1
+    rounds, homes = f"{done} round{'s' * (done != 1)}", f"{count} home{'s' * (count != 1)} in the last one"
+    head = f"{run.directory}: {rounds}, {homes}, {run.tokens:,} tokens"
+    rows: list[tuple[str, ...]] = [("home", "rounds", "tokens", "shortened", "loss", "", "common texts", "")]
+    for home in sorted(run.homes.values(), key=lambda home: home.name):
+        sums = (str(home.rounds), f"{home.tokens:,}", str(home.shortened))
+        rows.append((printable(home.name), *sums, *_curve(home.losses), *_curve(home.own_losses)))
+    if run.shared_losses:
+        rows.append(("all together", "", "", "", "", "", *_curve(run.shared_losses)))
+    else:
+        rows = [row[:6] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     table = ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    wrong = [f"  {run['wrong_lines']} lines of the log have a wrong signature"] * bool(run["wrong_lines"])
-    return "\n".join([head, *table, *wrong])
+    notes = [f"  {run.wrong_lines} lines of the log have a wrong signature"] * bool(run.wrong_lines)
+    for home in run.homes.values():
+        if home.contradicted:
+            told = f"told another loss of the shared values than this home measured, in {home.contradicted} rounds"
+            notes.append(f"  {printable(home.name)} {told}")
+    return "\n".join([head, *table, *notes])
+
+
+def _curve(points: Sequence[tuple[int, float]]) -> tuple[str, str]:
+    """The first and the last loss, and a picture of all."""
+    losses = [loss for _, loss in points]
+    return (f"{losses[0]:.4f} to {losses[-1]:.4f}" if losses else "-"), bars(losses)
 
 
 def bars(values: Sequence[float]) -> str:
@@ -130,8 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         places = [user_path(place) for place in named or ["runs"]]
         if missing := [str(place) for place in places if named and not place.is_dir()]:
             raise ConfigurationError(f"{missing[0]} is no directory: name the directory of a training")
-        found = [summary(path) for place in places for path in logs_in(place)]
-        print(json.dumps(found, indent=2) if config.json else as_text(found))
+        found = [run_summary(path) for place in places for path in logs_in(place)]
+        print(json.dumps(list(map(asdict, found)), indent=2) if config.json else as_text(found))
 
     return run_program(program, default_log_level="WARNING")
 

@@ -13,6 +13,7 @@ text             turns tokens into text, and holds the events that bring it to t
 output_parsing   splits an answer into thoughts, text and calls of tools
 machines         the page and commands of a swarm of machines, and its models that come and go
 monitor          watches the swarm's servers, and draws the picture for people
+training_runs    common trainings, from the logs of this machine
 metrics          the figures of /metrics
 errors           errors of HTTP, in OpenAI's shape
 settings         the settings, from which the flags are made

@@ -41,6 +41,7 @@ from swarmllm.gateway.metrics import GatewayMetrics
 from swarmllm.gateway.monitor import SwarmWatch
 from swarmllm.gateway.routes import JSON, Routes, RouteTable, get
 from swarmllm.gateway.settings import GatewayConfig
+from swarmllm.gateway.training_runs import TrainingRuns
 
 STATUSES = ("ok", "unopened", "degraded", "dead")
 """States of a model in /health, from the best on."""
@@ -85,7 +86,8 @@ class Gateway(Routes):
 
     def _starlette(self) -> Starlette:
         files = PageFiles(has_machines=self.machines is not None)
-        parts = (*self.dialects.values(), self, files, *([] if self.machines is None else [self.machines]))
+        runs = TrainingRuns(self.config.runs_directory())
+        parts = (*self.dialects.values(), self, files, runs, *([] if self.machines is None else [self.machines]))
         answer_error = partial(_answer_error, self._table)
         return Starlette(
             routes=[route for one in parts for route in one.bound()],
@@ -338,5 +340,5 @@ class PageFiles(Routes):
 
 DIALECTS: tuple[type[Dialect], ...] = (OpenAI, Responses, Anthropic, Ollama, Embeddings, Audio, OverWebSocket)
 """All APIs of a gateway. A new one is a class in `apis/` and its name here."""
-TABLE = RouteTable((*DIALECTS, Gateway, PageFiles))
-TABLE_WITH_MACHINES = RouteTable((*DIALECTS, Gateway, PageFiles, MachinesPages))
+TABLE = RouteTable((*DIALECTS, Gateway, PageFiles, TrainingRuns))
+TABLE_WITH_MACHINES = RouteTable((*DIALECTS, Gateway, PageFiles, TrainingRuns, MachinesPages))

@@ -14,6 +14,7 @@ from swarmllm.api import (
     in_file,
     read_text,
     require_positive,
+    user_path,
 )
 
 MAY_BE_0 = ("max_waiting", "max_stored_bytes")
@@ -100,6 +101,9 @@ class GatewayConfig(OfferedModels, ClientConfig, GatewayLimits):
     picture_hosts: tuple[str, ...] = ()
     """Hosts from which pictures in chats are fetched. Give them like `example.org` or `10.0.0.5:8000`. `*` = any host
     with a public address, on ports 80 and 443. Without it, pictures come as data URLs only."""
+    runs: str | None = in_file(None)
+    """Directory with logs of common trainings, which /swarm shows to everybody. None = `runs`, if the gateway listens
+    on loopback only and has no API keys; otherwise none, because logs name people's homes."""
     stop_on_stdin_eof: bool = field(default=False, metadata={"hidden": True})
     """Stop when standard input closes, so that it ends with the program that started it."""
 
@@ -136,6 +140,12 @@ class GatewayConfig(OfferedModels, ClientConfig, GatewayLimits):
     @property
     def on_loopback(self) -> bool:
         return self.host in LOOPBACK
+
+    def runs_directory(self) -> Path | None:
+        """The directory of common trainings; None: none are shown."""
+        if self.runs is None and not (self.on_loopback and self.api_keys_file is None):
+            return None
+        return user_path(self.runs or "runs")
 
     def api_keys(self) -> frozenset[str]:
         """The API keys in the file; empty without a file.

@@ -13,5 +13,6 @@ settings    settings of a machine
 state       files that survive a restart
 weights     the store of this machine's weights: gives pieces to members, fetches those that blocks need
 downloads   the taking side: several givers at once, the hub, who of several machines fetches a piece from there
+hub         bytes from the hub, and checks of those that other machines gave
 holdings    models whose pieces are on this machine
 """

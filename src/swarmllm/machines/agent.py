@@ -37,8 +37,8 @@ from swarmllm.machines.decisions import (
     next_steps,
     span_bytes,
 )
-from swarmllm.machines.downloads import Hub
 from swarmllm.machines.hosting import Hosting, Hostings
+from swarmllm.machines.hub import Hub
 from swarmllm.machines.membership import (
     JOIN_PROTOCOL,
     SECOND_LOOK_S,
@@ -271,6 +271,7 @@ class Agent:
         self._models.close()
         await self._lan.end()
         await self._hostings.close()
+        await self._store.close()
         if self._published is not None:
             with suppress(SwarmError, TimeoutError):
                 async with asyncio.timeout(1.0):
@@ -334,6 +335,7 @@ class Agent:
         if self._decision.targets != before.targets:
             self._state.write("hosted.json", [_as_json(one) for one in self._decision.targets])
         self._act(now)
+        await self._store.need({*self._models.wanted, *self._models.left})
         await self._publish(now)
         self._tell_programs_here()
 
@@ -503,6 +505,7 @@ class Agent:
             addrs=best_addrs(self.peer.addrs),
             memory_bytes=offer.memory_bytes,
             disk_left_bytes=_disk_left(self._state.path),
+            kept_bytes=self._store.kept_bytes,
             bytes_per_s=offer.bytes_per_s,
             format_bytes_per_s=offer.format_bytes_per_s,
             ms_per_block=offer.ms_per_block,

@@ -87,6 +87,7 @@ def _machine(view: View, record: MachineRecord, names: Mapping[str, str]) -> dic
         "memory_bytes": record.memory_bytes,
         "used_bytes": sum(_used_bytes(view, one) for one in record.hosted),
         "disk_left_bytes": record.disk_left_bytes,
+        "kept_bytes": record.kept_bytes,
         "page": record.page,
         "round_trip_ms": view.round_trips.get(peer_id),
         "hosted": [

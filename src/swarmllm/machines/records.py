@@ -119,6 +119,8 @@ class MachineRecord(PeerModel):
     memory_bytes: Bytes = 0
     """Memory offered for blocks and caches, used or not."""
     disk_left_bytes: Bytes = 0
+    kept_bytes: Bytes = 0
+    """Bytes of weights on its disk that nobody needs at present. They go when their room is needed."""
     bytes_per_s: Speed = 0.0
     """Bytes of weights that a decode step of one text reads in a second."""
     format_bytes_per_s: Annotated[

@@ -9,7 +9,9 @@ Each home trains alone for some steps. Then it sends what has changed, in 8 bits
 
 together          the face: an optimizer in a run
 trainer_callback  the same as a callback of transformers' Trainer
+common_texts      texts on which all homes measure their values and the shared ones
 members           the network's side: one peer, streams to the other members, the log of rounds
+run_log           the signed lines of all rounds, and their sums; also read by `swarmllm runs` and the gateway
 rounds            when a round ends, and whose differences count; pure
 differences       8-bit differences, their robust mean, the outer optimizer; pure, and bit for bit the same everywhere
 privacy           noise, and the privacy budget that it leaves; pure
@@ -19,14 +21,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from swarmllm.training.common_texts import text_loss
     from swarmllm.training.together import RunSettings, Together
     from swarmllm.training.trainer_callback import TogetherCallback
 
-__all__ = ["RunSettings", "Together", "TogetherCallback"]
+__all__ = ["RunSettings", "Together", "TogetherCallback", "text_loss"]
+_HOMES = {"TogetherCallback": "trainer_callback", "text_loss": "common_texts"}
 
 
 def __getattr__(name: str) -> Any:  # torch and transformers take seconds, and `swarmllm runs` needs neither
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = "trainer_callback" if name == "TogetherCallback" else "together"
-    return getattr(import_module(f"swarmllm.training.{home}"), name)
+    return getattr(import_module(f"swarmllm.training.{_HOMES.get(name, 'together')}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -30,13 +30,14 @@ from swarmllm.network.p2p.peer import Peer
 from swarmllm.network.wire.frames import LARGE_RUN_TYPES, Message, MessageType
 from swarmllm.network.wire.messages import parse
 from swarmllm.network.wire.protocol import FrameStream, hello, raise_error, send_error, welcome
+from swarmllm.training import common_texts
 from swarmllm.training.differences import Difference, Rules, SharedState, limits, unpack
 from swarmllm.training.rounds import (
-    LOG_FILE,
     MAX_MEMBERS,
     Adopt,
     Apply,
     Digest,
+    Entry,
     Fetch,
     MemberHeader,
     Offer,
@@ -50,8 +51,8 @@ from swarmllm.training.rounds import (
     WantHeader,
     is_member,
     membership,
-    signed_line,
 )
+from swarmllm.training.run_log import LOG_FILE, signed_line
 from swarmllm.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -63,10 +64,12 @@ RECORD_S = 60.0
 GREETING_S = 10.0
 FETCH_S = 60.0
 """Longest wait for a difference, or for a piece of a state. Assumed: a home's uplink of 10 Mbit/s sends 75 MB in it."""
+TELL_WAIT_S = 60.0
+"""Seconds between two lines that say which homes are missing."""
 REFUSED_S = 15.0
 """A state that nobody could send is asked for again after this time."""
 PIECE_BYTES = 16 << 20
-STATE_FILE = "state.bin"
+STATE_FILE, TEXTS_FILE = "state.bin", "common_texts.json"
 
 
 class RunRecord(PeerModel):
@@ -92,9 +95,21 @@ class Membership:
     shapes: str
     """SHA-256 of the shapes of the trained tensors, in hex."""
     rules: Rules
+    texts: bytes
+    """The common texts that this home names (`common_texts.packed`)."""
     directory: Path
     patience_s: float
     vote_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Claims of this home about its steps and values."""
+
+    tokens: int = 0
+    loss: float | None = None
+    own_loss: float | None = None
+    shared_loss: float | None = None
 
 
 @dataclass
@@ -115,19 +130,24 @@ class Members:
         self.me, self._spawn = me, spawn
         self.state = state
         """The newest shared state. Its arrays are never changed."""
+        self.texts = me.texts
+        """The common texts; empty until others have sent them."""
+        self._theirs: dict[str, str] = {}
+        """Digests of others' common texts."""
         self.counts = Counts()
         self.rounds = Rounds(me.own.peer_id, patience_s=me.patience_s, vote_s=me.vote_s)
         self._states: dict[str, SharedState] = {}
         """The newest states by digest, for others: this one and the one before."""
         self._packed: tuple[str, bytes] = "", b""
         """The bytes of the state that was asked for last."""
-        self._differences: dict[str, tuple[Offer, Difference]] = {}
+        self._differences: dict[Entry, tuple[Offer, Difference]] = {}
         self._streams: dict[str, FrameStream] = {}
         self._awaited: set[str] = set()
         """Members whose position must come soon."""
         self._dialling: dict[str, asyncio.Task[Any]] = {}
         self._seen: set[str] = set()
-        self._answers: dict[tuple[str, int], asyncio.Future[bytes]] = {}
+        self._answers: dict[Entry | tuple[str, int], asyncio.Future[bytes]] = {}
+        """Waits for a difference, or for bytes by their digest and offset."""
         self._event = asyncio.Event()
         self._moved = asyncio.Condition()
         self._own_offer: Offer | None = None
@@ -156,8 +176,10 @@ class Members:
         """Members that are there, with this one."""
         return len(self._streams) + 1
 
-    async def join(self, wait_for: int, *, resumes: bool) -> None:
+    async def join(self, wait_for: int, invite: Path, *, resumes: bool) -> None:
         """Meet the members and take their state, or begin with the own one if nobody is there.
+
+        `invite`: the file with which others come.
 
         Raises:
             ConfigurationError: the others train something else, or by other rules.
@@ -173,15 +195,36 @@ class Members:
                 await self._moved.wait_for(lambda: not self._awaited)
         if self._problem is not None:
             raise self._problem
+        if not self.texts:
+            await self._take_texts()
         if self.rounds.position is None and not any(self.rounds.others.values()):
             await self._move_to(self.state, ())
         if self.num_members < wait_for:
-            logger.info("%d of %d homes are here; waiting for the others", self.num_members, wait_for)
+            self._spawn(self._tell_wait(wait_for, invite), name="tell that homes are missing")
         self._spawn(self._drive(), name="rounds").add_done_callback(self._driver_ended)
         async with self._moved:
             await self._moved.wait_for(lambda: self._problem is not None or self._is_together(wait_for))
         if self._problem is not None:
             raise self._problem
+
+    async def _take_texts(self) -> None:
+        """Get the common texts that most members name."""
+        told = list(self._theirs.values())
+        for digest in sorted(set(told), key=lambda one: (-told.count(one), one)):
+            for holder in [peer_id for peer_id, theirs in self._theirs.items() if theirs == digest]:
+                data = await self._ask(holder, WantHeader(state=digest), (digest, 0)) or b""
+                with suppress(RemoteProtocolError):
+                    common_texts.unpacked(data, digest, holder)
+                    self.texts = data
+                    return
+        if told:
+            logger.warning("nobody sends the common texts of this run, so this home doesn't measure on them")
+
+    async def _tell_wait(self, wait_for: int, invite: Path) -> None:
+        while not self._is_together(wait_for):
+            text = "%d of %d homes are here; waiting for the others, which join with the invite in %s"
+            logger.warning(text, self.num_members, wait_for, invite)
+            await asyncio.sleep(TELL_WAIT_S)
 
     def _is_together(self, wait_for: int) -> bool:
         own = self.rounds.position
@@ -196,7 +239,7 @@ class Members:
             self._problem = LocalProtocolError(f"the rounds of this run ended here: {error!r}")
             self._spawn(self._tell_moved(), name="tell that rounds ended")
 
-    async def offer(self, difference: Difference, base: SharedState, tokens: int, loss: float | None) -> bool:
+    async def offer(self, difference: Difference, base: SharedState, report: Report) -> bool:
         """Send the own difference to `base`. False: there is a newer state, so make a new one."""
         position = self.rounds.position
         if base is not self.state or position is None or self.rounds.offered():
@@ -211,12 +254,14 @@ class Members:
             round=position.round,
             base=position.digest,
             sha256=sha256,
-            tokens=tokens,
-            loss=loss,
+            tokens=report.tokens,
+            loss=report.loss,
+            own_loss=report.own_loss,
+            shared_loss=report.shared_loss,
             name=self.me.name,
         ).signed(self.me.own)
         self._own_offer = offer
-        self._differences[sha256] = offer, difference
+        self._differences[offer.entry] = offer, difference
         self.rounds.take_offer(offer, self._now())
         self._broadcast(MessageType.DIFFERENCE, offer, payload)
         self._event.set()
@@ -239,15 +284,22 @@ class Members:
         self._event.set()
 
     async def leave(self) -> None:
-        """Wait for members that are about to end the round that has ended here: they may need this one's messages."""
+        """Wait for members that are about to end the round that has ended here: they may need this one's messages.
+
+        If most members have other values, wait for these.
+        """
         self.rounds.trains = False
         self._event.set()
-        own = self.state.round
         with suppress(TimeoutError):
             async with asyncio.timeout(self.me.vote_s), self._moved:
-                await self._moved.wait_for(
-                    lambda: all(one is None or one.round != own - 1 for one in self.rounds.others.values())
-                )
+                await self._moved.wait_for(self._may_leave)
+        if self.rounds.is_outvoted(self._now()):
+            logger.warning("this home ends with other values than most homes of the run: start it again to get theirs")
+
+    def _may_leave(self) -> bool:
+        own = self.state.round
+        is_needed = any(one is not None and one.round == own - 1 for one in self.rounds.others.values())
+        return not is_needed and not self.rounds.is_outvoted(self._now())
 
     async def close(self) -> None:
         if self._peer is not None:
@@ -280,6 +332,8 @@ class Members:
             await asyncio.sleep(LOOK_S)
             with suppress(PeerError):  # `_announce` says it
                 await self._look()
+            if not self.texts:
+                await self._take_texts()
 
     async def _look(self) -> None:
         for peer_id, text in (await self.peer.dht_read(run_key(self.me.run.peer_id))).items():
@@ -322,56 +376,78 @@ class Members:
         await self._attend(stream)
 
     async def _introduce(self, stream: FrameStream, opener: str) -> None:
-        """Both sides show that they are members, and that they train the same by the same rules."""
+        """Both sides show that they are members, and that they train the same by the same rules.
+
+        The opener begins. Its second MEMBER says that it takes large messages now. So none comes too early.
+        """
         stream.expect(frozenset())
-        rules = self.me.rules
-        own = MemberHeader(
-            member=membership(self.me.own.peer_id, self.me.run),
-            size=self.state.values.size,
-            shapes=self.me.shapes,
-            outer_lr=rules.outer_lr,
-            outer_momentum=rules.outer_momentum,
-            trim=rules.trim,
-            has_state=self.rounds.position is not None,
-            name=self.me.name,
-        )
-        await stream.send(MessageType.MEMBER, own.model_dump())
-        async with asyncio.timeout(GREETING_S):
-            message = await stream.receive()
-        if message.type is MessageType.ERROR:
-            raise_error(message.header, stream.peer_id)
-        if message.type is not MessageType.MEMBER:
-            raise RemoteProtocolError(f"{message.type.name} instead of MEMBER", stream.peer_id)
-        theirs = parse(MemberHeader, message.header, stream.peer_id)
-        try:
-            self._check(stream.peer_id, theirs)
-        except SwarmError as error:
-            await send_error(stream, error)
-            raise
+        is_opener = opener == self.me.own.peer_id
+        if is_opener:
+            await stream.send(MessageType.MEMBER, self._own_header().model_dump())
+        own, theirs = await self._checked_member(stream)
         stream.expect(LARGE_RUN_TYPES)
+        await stream.send(MessageType.MEMBER, own.model_dump())
+        if not is_opener:
+            await self._checked_member(stream)
         before = self._streams.get(stream.peer_id)
         if before is not None and not before.closed:
             if opener != min(stream.peer_id, self.me.own.peer_id):
                 raise PeerError("there is a stream between these members already", stream.peer_id)
             self._spawn(before.close(), name="close the second stream")
         self._streams[stream.peer_id] = stream
+        if theirs.common is not None:
+            self._theirs[stream.peer_id] = theirs.common
         self.rounds.meet(stream.peer_id)
         if theirs.has_state:
             self._awaited.add(stream.peer_id)
         logger.info("%s is in the run", theirs.name or stream.peer_id)
 
-    def _check(self, peer_id: str, theirs: MemberHeader) -> None:
+    def _own_header(self) -> MemberHeader:
+        rules = self.me.rules
+        return MemberHeader(
+            member=membership(self.me.own.peer_id, self.me.run),
+            size=self.state.values.size,
+            shapes=self.me.shapes,
+            outer_lr=rules.outer_lr,
+            outer_momentum=rules.outer_momentum,
+            trim=rules.trim,
+            common=common_texts.digest(self.texts),
+            has_state=self.rounds.position is not None,
+            name=self.me.name,
+        )
+
+    async def _checked_member(self, stream: FrameStream) -> tuple[MemberHeader, MemberHeader]:
+        """The own header, and that of the other side, which may take part."""
+        async with asyncio.timeout(GREETING_S):
+            message = await stream.receive()
+        if message.type is MessageType.ERROR:
+            raise_error(message.header, stream.peer_id)
+        if message.type is not MessageType.MEMBER:
+            raise RemoteProtocolError(f"{message.type.name} instead of MEMBER", stream.peer_id)
+        own, theirs = self._own_header(), parse(MemberHeader, message.header, stream.peer_id)
+        try:
+            self._check(stream.peer_id, own, theirs)
+        except SwarmError as error:
+            await send_error(stream, error)
+            raise
+        return own, theirs
+
+    def _check(self, peer_id: str, own: MemberHeader, theirs: MemberHeader) -> None:
         if not is_member(peer_id, theirs.member, self.me.run.peer_id):
             raise RemoteProtocolError("this peer is no member of this run: join with an invite to it", peer_id)
-        if theirs.size != self.state.values.size or theirs.shapes != self.me.shapes:
+        if theirs.size != own.size or theirs.shapes != own.shapes:
             raise ConfigurationError(
-                f"this run trains {theirs.size} and {self.state.values.size} values of different shapes in two homes: "
+                f"this run trains {theirs.size} and {own.size} values of different shapes in two homes: "
                 "use the same model, the same kind of adapter, and the same optimizer groups everywhere"
             )
         if theirs.rules != self.me.rules:
             raise ConfigurationError(
                 f"homes have different rules, {theirs.rules} and {self.me.rules}: give the same settings everywhere"
             )
+        pairs = (own, theirs), (theirs, own)
+        differ = None not in (own.common, theirs.common) and own.common != theirs.common
+        if differ or any(a.common and not a.has_state and b.has_state and not b.common for a, b in pairs):
+            raise ConfigurationError("homes name different common texts: name them in the first home alone")
         if peer_id not in self._streams and self.num_members >= MAX_MEMBERS:
             raise ConfigurationError(f"this run has {MAX_MEMBERS} members, which is the most")
 
@@ -399,7 +475,7 @@ class Members:
         await stream.send(MessageType.POSITION, position.model_dump())
         offer = self._own_offer
         if offer is not None and (offer.round, offer.base) == position.key:
-            await self._send_difference(stream, offer.sha256)
+            await self._send_difference(stream, offer.entry)
         if self._vote is not None and (self._vote.round, self._vote.base) == position.key:
             await stream.send(MessageType.VOTE, self._vote.model_dump())
 
@@ -442,8 +518,8 @@ class Members:
                 self.rounds.refuse(sender, offer, self._now())
         else:
             if self.rounds.take_offer(offer, self._now()):
-                self._differences[offer.sha256] = offer, difference
-        self._answered((offer.sha256, -1), b"")
+                self._differences[offer.entry] = offer, difference
+        self._answered(offer.entry, b"")
 
     def _checked(self, offer: Offer, payload: bytearray) -> Difference:
         if hashlib.sha256(payload).hexdigest() != offer.sha256:
@@ -459,18 +535,20 @@ class Members:
         if state is not None and self._packed[0] != want.state:
             self._packed = want.state, await asyncio.to_thread(state.packed)
         whole = self._packed[1] if self._packed[0] == want.state else b""
+        if want.state == common_texts.digest(self.texts):
+            whole = self.texts
         piece = memoryview(whole)[want.offset : want.offset + PIECE_BYTES]
         header = StateHeader(digest=want.state, offset=want.offset, total=len(whole))
         self.counts.sent_bytes += len(piece)
         await stream.send(MessageType.STATE, header.model_dump(), [piece])
 
-    async def _send_difference(self, stream: FrameStream, sha256: str) -> None:
-        if (kept := self._differences.get(sha256)) is not None:
+    async def _send_difference(self, stream: FrameStream, entry: Entry) -> None:
+        if (kept := self._differences.get(entry)) is not None:
             payload = await asyncio.to_thread(kept[1].packed)
             self.counts.sent_bytes += len(payload)
             await stream.send(MessageType.DIFFERENCE, kept[0].model_dump(), [payload])
 
-    def _answered(self, key: tuple[str, int], data: bytes) -> None:
+    def _answered(self, key: Entry | tuple[str, int], data: bytes) -> None:
         future = self._answers.pop(key, None)
         if future is not None and not future.done():
             future.set_result(data)
@@ -512,13 +590,15 @@ class Members:
             await self._adopt(action)
 
     async def _fetch(self, fetch: Fetch) -> None:
+        assert self.rounds.position is not None
+        entry = fetch.peer_id, self.rounds.position.digest, fetch.sha256
         for holder in fetch.holders:
-            await self._ask(holder, WantHeader(difference=fetch.sha256), (fetch.sha256, -1))
-            if fetch.sha256 in self._differences:
+            await self._ask(holder, WantHeader(difference=entry), entry)
+            if entry in self._differences:
                 return
         self.rounds.give_up(fetch.peer_id, fetch.sha256)
 
-    async def _ask(self, holder: str, want: WantHeader, key: tuple[str, int]) -> bytes | None:
+    async def _ask(self, holder: str, want: WantHeader, key: Entry | tuple[str, int]) -> bytes | None:
         """Send a question, and wait for its answer; None: it doesn't come."""
         stream = self._streams.get(holder)
         if stream is None:
@@ -563,7 +643,7 @@ class Members:
         self.rounds.give_up_state(digest, self._now() + REFUSED_S)
 
     async def _apply(self, offers: tuple[Offer, ...]) -> None:
-        differences = {offer.peer_id: self._differences[offer.sha256][1] for offer in offers}
+        differences = {offer.peer_id: self._differences[offer.entry][1] for offer in offers}
         tokens = sum(offer.tokens for offer in offers)
         state = await asyncio.to_thread(self.state.after, differences, tokens, self.me.rules)
         kept = await asyncio.to_thread(
@@ -579,10 +659,12 @@ class Members:
         digest = digest or await asyncio.to_thread(state.digest)
         self.state = state
         self._states = dict([*self._states.items(), (digest, state)][-2:])
-        position = Position(round=state.round, digest=digest, chosen=chosen)
+        position, before = Position(round=state.round, digest=digest, chosen=chosen), self.rounds.position
         self.rounds.advance(position)
-        needed = self.rounds.needed() | {sha256 for _, sha256 in chosen}
-        self._differences = {sha256: kept for sha256, kept in self._differences.items() if sha256 in needed}
+        needed = self.rounds.needed()
+        if before is not None:  # others may still ask for those that have counted
+            needed |= {(peer_id, before.digest, sha256) for peer_id, sha256 in chosen}
+        self._differences = {entry: kept for entry, kept in self._differences.items() if entry in needed}
         self._broadcast(MessageType.POSITION, position)
         await asyncio.to_thread(self._save, state)
         await self._tell_moved()
@@ -602,6 +684,8 @@ class Members:
                 "name": offer.name,
                 "tokens": offer.tokens,
                 "loss": offer.loss,
+                "own_loss": offer.own_loss,
+                "shared_loss": offer.shared_loss,
                 "share": round(kept[offer.peer_id], 6),
                 "sha256": offer.sha256,
                 "base": offer.base,
@@ -621,11 +705,19 @@ class Members:
             "at": round(time.time(), 3),
         }
         self.counts.refused.clear()
+        self._add_line(fields)
+        who = ", ".join(f"{offer.name} {offer.tokens} tokens loss {offer.loss}" for offer in offers)
+        logger.info("round %d of %d: %s", state.round - 1, len(offers), who)
+
+    def note_end(self, shared_loss: float) -> None:
+        """Write how good the last shared values are on the common texts."""
+        fields = {"run": self.me.run.peer_id, "round": self.state.round, "members": [], "shared_loss": shared_loss}
+        self._add_line({**fields, "tokens": self.state.tokens, "at": round(time.time(), 3)})
+
+    def _add_line(self, fields: dict[str, object]) -> None:
         line = json.dumps(signed_line(fields, self.me.own), separators=(",", ":"))
         with (self.me.directory / LOG_FILE).open("a", encoding="utf-8") as file:
             file.write(line + "\n")
-        who = ", ".join(f"{offer.name} {offer.tokens} tokens loss {offer.loss}" for offer in offers)
-        logger.info("round %d of %d: %s", state.round - 1, len(offers), who)
 
 
 def saved_state(directory: Path, size: int) -> SharedState | None:

@@ -29,8 +29,6 @@ from swarmllm.training.differences import Rules
 MAX_MEMBERS = 16
 """Each member sends its difference to each other one, so the bytes grow with their square."""
 MAX_ROUND = 1 << 40
-LOG_FILE = "rounds.jsonl"
-"""The log of rounds in the directory of a home."""
 MAX_KEPT = 4
 """Differences of one member to keep: of this round and the next one, and a second one of each, which proves a lie."""
 
@@ -42,11 +40,15 @@ MAX_LOSS = 1e6
 PeerId = Annotated[str, Field(min_length=40, max_length=64)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Signature = Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
+Loss = Annotated[float, Field(ge=-MAX_LOSS, le=MAX_LOSS, allow_inf_nan=False)]
 RoundNumber = Annotated[int, Field(ge=0, le=MAX_ROUND)]
+Entry = tuple[PeerId, Digest, Digest]
+"""A difference: the peer id of its home, the digest of the state that it belongs to, and the SHA-256 of its bytes. Two
+homes may have the same bytes, and so may two rounds of one home."""
 Choice = Annotated[tuple[tuple[PeerId, Digest], ...], Field(max_length=MAX_CHOSEN)]
 """Differences: the peer id of each, and the SHA-256 of its bytes."""
 
-_MEMBER, _OFFER, _LINE = b"swarmllm member of a run 1\x00", b"swarmllm difference 1\x00", b"swarmllm round 1\x00"
+_MEMBER, _OFFER = b"swarmllm member of a run 1\x00", b"swarmllm difference 1\x00"
 
 
 class MemberHeader(PeerModel):
@@ -61,6 +63,8 @@ class MemberHeader(PeerModel):
     outer_lr: Annotated[float, Field(ge=0, le=1e6)]
     outer_momentum: Annotated[float, Field(ge=0, le=1)]
     trim: Annotated[float, Field(ge=0, le=0.5)]
+    common: Digest | None = None
+    """A digest of the common texts (`common_texts.digest`). None: the sender has none."""
     has_state: bool = True
     """False: the sender is just joining. True: its POSITION follows."""
     name: Annotated[PeerText, Field(max_length=64)] = ""
@@ -96,11 +100,19 @@ class Offer(PeerModel):
     """A digest of the payload."""
     tokens: Annotated[int, Field(ge=0, le=1 << 40)] = 0
     """Tokens of training since the last one, as its sender says."""
-    loss: Annotated[float, Field(ge=-MAX_LOSS, le=MAX_LOSS, allow_inf_nan=False)] | None = None
+    loss: Loss | None = None
     """Mean loss of these steps, as its sender says."""
+    own_loss: Loss | None = None
+    """Loss of the sender's own values on the common texts, after these steps, as it says."""
+    shared_loss: Loss | None = None
+    """Loss of the shared values of `base` on the common texts, as its sender says."""
     name: Annotated[PeerText, Field(max_length=64)] = ""
     signature: Signature = "0" * 128
     """By the key of `peer_id`."""
+
+    @property
+    def entry(self) -> "Entry":
+        return self.peer_id, self.base, self.sha256
 
     def signed_bytes(self) -> bytes:
         return _OFFER + canonical(self.model_dump(mode="json", exclude={"signature"}))
@@ -122,15 +134,15 @@ class VoteHeader(PeerModel):
 
 
 class WantHeader(PeerModel):
-    """WANT: send me the difference with this SHA-256, or the state with this digest, from an offset on."""
+    """WANT: send me this difference, or the bytes with this digest (a state, or the common texts) from an offset on."""
 
-    difference: Digest | None = None
+    difference: Entry | None = None
     state: Digest | None = None
     offset: Annotated[int, Field(ge=0, le=1 << 40)] = 0
 
 
 class StateHeader(PeerModel):
-    """STATE: bytes of a state from an offset on. `total` 0: it isn't here any more."""
+    """STATE: bytes from an offset on. `total` 0: it isn't here any more."""
 
     digest: Digest
     offset: Annotated[int, Field(ge=0, le=1 << 40)]
@@ -150,18 +162,6 @@ def membership(peer_id: str, run_key: Identity) -> str:
 def is_member(peer_id: str, signature: str, run: str) -> bool:
     """True if somebody with the run's key made this signature."""
     return verify(run, bytes.fromhex(signature), _MEMBER + peer_id.encode())
-
-
-def signed_line(fields: dict[str, object], identity: Identity) -> dict[str, object]:
-    """A line of the log of rounds, with the peer id and signature of the one that wrote it."""
-    fields = {**fields, "by": identity.peer_id}
-    return {**fields, "signature": identity.sign(_LINE + canonical(fields)).hex()}
-
-
-def is_genuine_line(line: dict[str, object]) -> bool:
-    """True if the peer that a line names has written all of it."""
-    fields = {name: value for name, value in line.items() if name != "signature"}
-    return verify(str(line.get("by")), bytes.fromhex(str(line.get("signature"))), _LINE + canonical(fields))
 
 
 class SendVote(NamedTuple):
@@ -286,9 +286,9 @@ class Rounds:
         one = None if self.position is None else self._rounds.get(self.position.key)
         return one is not None and any(peer_id == self._own for peer_id, _ in one.offers)
 
-    def needed(self) -> set[str]:
-        """SHA-256 of all differences that may still count."""
-        return {sha256 for one in self._rounds.values() for _, sha256 in one.offers}
+    def needed(self) -> set[Entry]:
+        """All differences that may still count."""
+        return {offer.entry for one in self._rounds.values() for offer in one.offers.values()}
 
     def _round(self, key: Key, now: float) -> _Round | None:
         """The round of this state, if it may be the own one soon."""
@@ -386,6 +386,10 @@ class Rounds:
             if not self._counts_more(best, len(groups[best]), theirs.values()):
                 return None
         return Adopt(theirs[groups[best][0]], tuple(sorted(groups[best])))
+
+    def is_outvoted(self, now: float) -> bool:
+        """True if others have a state that counts more."""
+        return self._adopt(now) is not None
 
     def _counts_more(self, key: Key, count: int, theirs: Iterable[Position]) -> bool:
         assert self.position is not None

@@ -13,7 +13,7 @@ import logging
 import math
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -23,12 +23,13 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from swarmllm.client.view.event_loop import EventLoop
-from swarmllm.errors import ConfigurationError
+from swarmllm.errors import ConfigurationError, PeerUnreachableError
 from swarmllm.files import create_private_file, read_text, replace_file, user_path
 from swarmllm.invite import Invite, is_invite, read_invite, unpack_invites
 from swarmllm.network.p2p.identity import Identity, lock_identity
+from swarmllm.training import common_texts
 from swarmllm.training.differences import Floats, Rules, SharedState, quantize
-from swarmllm.training.members import Members, Membership, saved_state
+from swarmllm.training.members import STATE_FILE, TEXTS_FILE, Members, Membership, Report, saved_state
 from swarmllm.training.privacy import epsilon_of, with_noise
 from swarmllm.training.rounds import MAX_LOSS
 
@@ -53,6 +54,10 @@ class RunSettings:
     trim: float = 0.0
     """Share of the largest and of the smallest differences of each value to leave out: 0.25 of 4 homes leaves out one
     each. Lies count less then, and so does what only one home has seen."""
+    common_texts: tuple[str, ...] = ()
+    """Texts on which all homes measure the loss of their own values and of the shared ones, once a round. The first
+    home names them, and the others get them from it. At most 64 KiB, best a few thousand tokens. Nobody should train on
+    them."""
     wait_for: int = 1
     """Homes that must be there before this one begins."""
     patience_s: float = 120.0
@@ -91,6 +96,8 @@ class Together:
 
     `run` is a name, which founds a run or goes on with it, or the invite that another home printed. The trained values
     are all parameters of the optimizer. At the beginning they become those of the run, and at the end as well.
+    `loss_of` returns the loss of the model, with the values that it has at the moment, on the run's common texts
+    (`RunSettings.common_texts`): `functools.partial(text_loss, model, tokenizer)`. Without it, this home measures none.
     `directory` holds this home's identity, the log of rounds, and the newest shared state, from which it goes on if
     nobody else is there. Without `initial_peers` the run has a small swarm of its own.
     """
@@ -104,7 +111,10 @@ class Together:
         directory: str | Path | None = None,
         initial_peers: Sequence[str] = (),
         settings: RunSettings | None = None,
+        loss_of: Callable[[Sequence[str]], float] | None = None,
     ) -> None:
+        if not run:
+            raise ConfigurationError("the run has no name: give one, or the invite of another home")
         if every < 1:
             raise ConfigurationError(f"every must be 1 step or more, not {every}")
         self.optimizer, self.every, self.settings = optimizer, every, settings or RunSettings()
@@ -120,6 +130,11 @@ class Together:
         self._shared: SharedState | None = None
         self._sent: tuple[int, Floats] | None = None
         """Round and values of the own difference, until that round is over."""
+        self._loss_of, self._texts = loss_of, tuple[str, ...]()
+        self.shared_loss: float | None = None
+        """Loss of the newest shared values on the common texts, measured here."""
+        self.own_loss: float | None = None
+        """Loss of this home's values on them, before its last difference."""
         self._steps = self._tokens = 0
         self._losses: list[float] = []
         self._hook: Any = None
@@ -153,6 +168,7 @@ class Together:
             name=(self.settings.name or socket.gethostname())[:64],
             shapes=self._shapes(),
             rules=rules,
+            texts=self._known_texts(self.directory),
             directory=self.directory,
             patience_s=self.settings.patience_s,
             vote_s=min(10.0, self.settings.patience_s),
@@ -162,24 +178,32 @@ class Together:
         self._loop.on_close.append(self._members.close)
         try:
             self._loop.run_coroutine(self._begin(peers, name, key, resumes=saved is not None))
+            self._shared = self._members.state
+            self._write(self._shared.values)
+            self.shared_loss = self._measured()
         except BaseException:
             self._loop.close()
             raise
-        self._shared = self._members.state
-        self._write(self._shared.values)
         self._hook = self.optimizer.register_step_post_hook(lambda *_: self._after_step())
         return self
 
     async def _begin(self, peers: tuple[str, ...], name: str, key: Identity, *, resumes: bool) -> None:
         members = self._the_members
         assert self.directory is not None
-        await members.start(
-            initial_peers=peers,
-            host_maddrs=self.settings.host_maddrs,
-            announce_maddrs=self.settings.announce_maddrs,
-            identity_path=self.directory / "identity.key",
-            reachability="auto",
-        )
+        network = {
+            "host_maddrs": self.settings.host_maddrs,
+            "announce_maddrs": self.settings.announce_maddrs,
+            "identity_path": self.directory / "identity.key",
+            "reachability": "auto",
+            "address_book": self.directory / "peers.json",
+        }
+        try:
+            await members.start(initial_peers=peers, **network)
+        except PeerUnreachableError as error:
+            if not resumes:
+                raise
+            logger.warning("this home goes on alone from its newest shared values: %s", error)
+            await members.start(**network)
         secret = key.key.private_bytes_raw().hex()
         ways = tuple(dict.fromkeys([*members.peer.join_maddrs, *peers]))[:64]
         self.invite = str(Invite(initial_peers=ways, run=name, run_key=secret))
@@ -187,13 +211,13 @@ class Together:
         path.unlink(missing_ok=True)
         create_private_file(path, self.invite.encode())
         logger.info("other homes join this run with the invite in %s", path)
-        await members.join(self.settings.wait_for, resumes=resumes)
+        await members.join(self.settings.wait_for, path, resumes=resumes)
         await members.trains(True)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
-                self._finish()
+                self.finish()
         finally:
             self.close()
 
@@ -204,8 +228,8 @@ class Together:
         if self._loop is not None:
             self._loop.close()
 
-    def _finish(self) -> None:
-        """Send the last steps, wait for the end of that round, and take the shared values."""
+    def finish(self) -> None:
+        """Send the last steps, wait for the end of that round, and take the shared values: the usual end of `with`."""
         self._take_news()
         if self._sent is not None:
             self._wait_for_news()
@@ -214,8 +238,11 @@ class Together:
         if self._sent is not None:
             self._wait_for_news()
         self._the_loop.run_coroutine(self._the_members.leave())
+        self._take_news()
         assert self._shared is not None
         self._write(self._shared.values)
+        if self.shared_loss is not None:
+            self._the_members.note_end(self.shared_loss)
 
     # Training
 
@@ -267,7 +294,11 @@ class Together:
             move = state.values - before.values
             if self._sent is not None and state.counted.get(self._the_members.me.own.peer_id) == self._sent[0]:
                 move += self._sent[1]
-            self._write(self._flat() + move)
+            own = self._flat() + move
+            if self._loss_of is not None:
+                self._write(state.values)
+                self.shared_loss = self._measured()
+            self._write(own)
         self._shared, self._sent = state, None
 
     def _wait_for_news(self) -> None:
@@ -291,15 +322,31 @@ class Together:
             difference = quantize(with_noise(true, self.settings.clip_norm, noise, np.random.default_rng()))
         else:
             difference = quantize(true)
-        loss = sum(self._losses) / len(self._losses) if self._losses else math.nan
-        told = loss if abs(loss) <= MAX_LOSS else None
-        is_sent = self._the_loop.run_coroutine(self._the_members.offer(difference, shared, self._tokens, told))
+        is_sent = self._the_loop.run_coroutine(self._the_members.offer(difference, shared, self._report()))
         if not is_sent:
             return False
         # With noise, the whole true difference is forgotten, or the next one would undo the noise of this one.
         self._sent = shared.round, true if noise else difference.values()
         self._steps, self._tokens, self._losses = 0, 0, []
         return True
+
+    def _report(self) -> Report:
+        """Claims for the others. With noise, none may come from the own values, which would undo the noise."""
+        if self.settings.noise_multiplier:
+            return Report(tokens=self._tokens, shared_loss=self.shared_loss)
+        self.own_loss = self._measured()
+        loss = _told(sum(self._losses) / len(self._losses)) if self._losses else None
+        return Report(tokens=self._tokens, loss=loss, own_loss=self.own_loss, shared_loss=self.shared_loss)
+
+    def _measured(self) -> float | None:
+        """The loss of the values that the model has now, on the common texts."""
+        if self._loss_of is None:
+            return None
+        if not self._texts:  # they may come after this home
+            self._keep_texts(self._the_members.texts)
+        if not self._texts:
+            return None
+        return _told(float(self._loss_of(self._texts)))
 
     def _spend(self, noise_multiplier: float) -> None:
         """Note, before it is sent, that a difference takes a part of the budget; without noise, all of it."""
@@ -329,17 +376,40 @@ class Together:
 
     # What this home keeps
 
+    def _known_texts(self, directory: Path) -> bytes:
+        """The common texts of the settings, or those that the directory has."""
+        texts, path = common_texts.packed(self.settings.common_texts), directory / TEXTS_FILE
+        if texts and self._loss_of is None:
+            raise ConfigurationError("common texts need loss_of: give partial(text_loss, model, tokenizer)")
+        kept = path.read_bytes() if path.exists() else b""
+        if texts and kept and texts != kept:
+            raise ConfigurationError(f"the run in {directory} has other common texts: give another directory")
+        if texts and not kept and (directory / STATE_FILE).exists():
+            raise ConfigurationError(f"the run in {directory} began without common texts: give another directory")
+        return texts or kept
+
+    def _keep_texts(self, data: bytes) -> None:
+        assert self.directory is not None
+        if data:
+            (self.directory / TEXTS_FILE).write_bytes(data)
+            self._texts = common_texts.unpacked(data, str(common_texts.digest(data)))
+
     def _home_directory(self, name: str) -> tuple[Path, Identity]:
         """The directory of this home, and its identity. Without a chosen one, homes of one machine get one each."""
         chosen = self._chosen_directory
         first = user_path(chosen) if chosen is not None else Path("runs", f"together-{_file_name(name)}")
         names = [first, *(first.with_name(f"{first.name}-{number}") for number in range(2, MAX_HOMES_HERE + 1))]
         for directory in names if chosen is None else [first]:
-            directory.mkdir(parents=True, exist_ok=True)
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigurationError(f"can't make the directory of this home: {error}") from None
             path = directory / "identity.key"
             identity = Identity.load_or_create(path)
-            if chosen is not None or not _is_locked(path):
+            if not _is_locked(path):
                 return directory, identity
+            if chosen is not None:
+                raise ConfigurationError(f"another home uses {directory} now: give each home a directory of its own")
         raise ConfigurationError(f"{MAX_HOMES_HERE} homes of the run {name} are on this machine already")
 
     @property
@@ -353,6 +423,11 @@ class Together:
         if self._members is None:
             raise ConfigurationError("the run has not begun: use `with Together(...)`")
         return self._members
+
+
+def _told(loss: float) -> float | None:
+    """The loss as others may hear it; None: it is no finite number, or too large."""
+    return loss if abs(loss) <= MAX_LOSS else None
 
 
 def _file_name(name: str) -> str:

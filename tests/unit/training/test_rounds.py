@@ -21,10 +21,8 @@ from swarmllm.training.rounds import (
     Rounds,
     SendVote,
     VoteHeader,
-    is_genuine_line,
     is_member,
     membership,
-    signed_line,
 )
 
 SIZE = 8
@@ -406,10 +404,3 @@ def test_differences_are_signed_by_their_homes() -> None:
     assert not offer.is_genuine(own.peer_id)
     assert not offer.model_copy(update={"tokens": 6}).is_genuine(run.peer_id)
     assert not offer.model_copy(update={"round": 2}).is_genuine(run.peer_id)
-
-
-def test_lines_of_the_log_are_signed() -> None:
-    line = signed_line({"round": 3, "members": [{"tokens": 5}]}, Identity.generate())
-    assert is_genuine_line(line)
-    assert not is_genuine_line({**line, "round": 4})
-    assert not is_genuine_line({**line, "by": Identity.generate().peer_id})

@@ -333,6 +333,7 @@ class Peer:
         self, other: Caller, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, max_message_bytes: int
     ) -> FrameStream:
         stream = FrameStream.over(other.peer_id, reader, writer, max_message_bytes=max_message_bytes)
+        stream.host = "" if other.through_relay else other.host
         if other.through_relay and self._dialler is not None:
             stream.through_relay = True
             stream.on_silence = partial(self._dialler.fell_silent, other.peer_id)
