@@ -79,6 +79,20 @@ def test_install_and_uninstall(calls: Path, capsys: pytest.CaptureFixture[str]) 
     assert "nothing is installed" in capsys.readouterr().err
 
 
+def test_settings_without_a_flag_are_installed_in_a_file(calls: Path) -> None:
+    config = UpConfig(allowed_hosts=("box.fritz.box", 'a"b'), cors_origins=["https://example.org"], port=0)
+    words = ["--install", "--port", "0", "--config", str(calls.parent / "given.toml")]
+    (calls.parent / "given.toml").write_text(up.settings_text(config))
+    assert up.main(words) == 0
+    assert f'"up" "--port" "0" "--config" "{up.settings_path()}"\n' in unit_path().read_text()
+    assert parse_up(["--port", "0", "--config", str(up.settings_path())]) == (config, None)
+    page, sockets = up._bound_page(config, "127.0.0.1")
+    for one in sockets:
+        one.close()
+    assert page.allowed_hosts == config.allowed_hosts
+    assert page.cors_origins == ("https://example.org",)
+
+
 def contents(directory: Path) -> dict[str, bytes]:
     return {one.name: one.read_bytes() for one in directory.iterdir()}
 

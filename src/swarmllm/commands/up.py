@@ -6,6 +6,7 @@ and prints the address of the page. `--install` makes a systemd user unit that d
 
 import asyncio
 import errno
+import json
 import logging
 import os
 import secrets
@@ -20,8 +21,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swarmllm.command_line import Parser, announced_imports, first_error, run_command, stop_event, unless_stopped
-from swarmllm.config import require_addresses, state_dir
+from swarmllm.command_line import (
+    Parser,
+    announced_imports,
+    first_error,
+    is_in_file,
+    run_command,
+    stop_event,
+    unless_stopped,
+)
+from swarmllm.config import in_file, require_addresses, state_dir
 from swarmllm.errors import ConfigurationError
 from swarmllm.files import replace_file, user_path
 from swarmllm.invite import Invite, is_invite, read_invite
@@ -61,6 +70,11 @@ class UpConfig(MachineConfig):
     only. Everybody who reaches the page may chat; only its whole address, with the key, gives commands."""
     port: int | None = None
     """TCP port of the page; None = 8080, or the next free one."""
+    allowed_hosts: tuple[str, ...] = in_file(())
+    """More host names of the page, such as the router's name for this machine. IP addresses and the machine's own name
+    need none. As of the gateway."""
+    cors_origins: tuple[str, ...] = in_file(())
+    """Origins of other web pages that may use the API. As of the gateway."""
     install: bool = False
     """Start now and after each boot, by systemd (a user unit)."""
     uninstall: bool = False
@@ -68,6 +82,8 @@ class UpConfig(MachineConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in ("allowed_hosts", "cors_origins"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))  # accept lists as well
         if self.port is not None and not 0 <= self.port < 65536:
             raise ConfigurationError(f"port must be 0 to 65535, not {self.port}")
         if self.install and self.uninstall:
@@ -171,7 +187,14 @@ def _bound_page(
 
     ports = ports if config.port is None else (config.port,)
     for port in ports:
-        gateway = GatewayConfig(model=(), host=host, port=port, route_timeout_s=REPAIR_S)
+        gateway = GatewayConfig(
+            model=(),
+            host=host,
+            port=port,
+            allowed_hosts=config.allowed_hosts,
+            cors_origins=config.cors_origins,
+            route_timeout_s=REPAIR_S,
+        )
         try:
             return gateway, bound_sockets(gateway)
         except ConfigurationError as error:
@@ -217,9 +240,30 @@ def unit_path() -> Path:
     return user_path(os.environ.get("XDG_CONFIG_HOME") or "~/.config") / "systemd" / "user" / UNIT
 
 
+def settings_path() -> Path:
+    """The file of the unit's settings that have no flag."""
+    return state_dir() / "up.toml"
+
+
+def settings_text(config: UpConfig) -> str:
+    """Its contents."""
+    given = {one.name: getattr(config, one.name) for one in fields(config) if is_in_file(one)}
+    usual = {one.name: one.default for one in fields(config)}
+    return "".join(
+        f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in given.items() if value != usual[name]
+    )
+
+
 def unit_text(config: UpConfig) -> str:
     """The unit that runs `swarmllm up` with these settings."""
-    flags = [word for one in fields(config) for word in _as_flags(one.name, one.default, getattr(config, one.name))]
+    flags = [
+        word
+        for one in fields(config)
+        if not is_in_file(one)
+        for word in _as_flags(one.name, one.default, getattr(config, one.name))
+    ]
+    if settings_text(config):
+        flags += ["--config", str(settings_path())]
     line = " ".join(map(_quoted, [sys.executable, "-m", "swarmllm", "up", *flags]))
     variables = "".join(
         f"Environment={_quoted(f'{name}={os.environ[name]}')}\n" for name in PASSED_ON if os.environ.get(name)
@@ -242,7 +286,7 @@ WantedBy=default.target
 
 
 def _as_flags(name: str, default: Any, value: Any) -> list[str]:
-    if value == default or name in ("install", "uninstall", "host_maddrs"):
+    if value == default or name in ("install", "uninstall"):
         return []
     if isinstance(value, bool):
         return [f"--{name}" if value else f"--no_{name}"]
@@ -285,6 +329,8 @@ def install(config: UpConfig) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, unit_text(config))
         path.chmod(0o600)  # it may hold a token
+        if text := settings_text(config):
+            replace_file(settings_path(), text)
     except OSError as error:
         raise ConfigurationError(f"{path} can't be written: {error.strerror}") from None
     try:
