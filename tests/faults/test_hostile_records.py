@@ -23,6 +23,8 @@ from swarmllm.network.p2p.records import (
     key_digest,
 )
 
+pytestmark = pytest.mark.rotates(3)
+
 FINGERPRINT = "abcdefgh"
 KEY = servers_key(FINGERPRINT)
 MODEL = ModelRecord(name="tiny", fingerprint=FINGERPRINT, num_blocks=4)

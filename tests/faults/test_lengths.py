@@ -103,7 +103,7 @@ class Case:
         return model
 
 
-@pytest.fixture(scope="module", params=sampled(KINDS, 4, always=("phi3",)))
+@pytest.fixture(scope="module", params=sampled(KINDS, 8, always=("phi3",)))
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     case = Case(request.param, tmp_path_factory.mktemp(request.param))
     yield case

@@ -19,7 +19,10 @@ from swarmllm.gateway.apis.audio_files import FORMATS, read_sound
 from swarmllm.gateway.errors import ApiError
 
 LONGEST_S = 20.0
-pytestmark = pytest.mark.filterwarnings("ignore::scipy.io.wavfile.WavFileWarning")  # of files that end too early
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::scipy.io.wavfile.WavFileWarning"),  # of files that end too early
+    pytest.mark.rotates(3, whole_file=True),
+]
 
 
 def read(data: bytes, longest_s: float = LONGEST_S) -> Any:

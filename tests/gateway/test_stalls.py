@@ -153,6 +153,7 @@ OTHERS: dict[str, tuple[str, str]] = {
 }
 
 
+@pytest.mark.rotates(3)
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_bodies(gateway: RunningGateway, calm: None, name: str) -> None:
     path, fields = OTHERS[name]

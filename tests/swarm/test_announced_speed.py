@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from swarm_models import EVERYTHING, OPTIONS, connected, generate_seeded, prompt, wait_until
 
@@ -9,6 +10,7 @@ from swarmllm import LocalSwarm
 from swarmllm.data_structures import ServerInfo
 
 
+@pytest.mark.rotates(3)
 def test_announced_speeds_follow_real_steps(llama: Path) -> None:
     """Steps, prompts, and forwards without a session; the DHT has the new figures within a period."""
     with (

@@ -32,7 +32,7 @@ from swarmllm.network.p2p.identity import Identity
 from swarmllm.server.__main__ import main as server_main
 from swarmllm.swarm import retry
 
-pytestmark = pytest.mark.rotates(2)
+pytestmark = pytest.mark.rotates(4)
 
 NOBODY = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWFfoRMzqUD91vDKX6igC7p7M2G2EMN2SZG28GBvt4SvGU"
 CACHE_TOKENS = 400

@@ -10,7 +10,7 @@ from pytest_asyncio import fixture as in_loop
 from swarmllm.network.p2p.block_directory import BlockDirectory
 from swarmllm.network.p2p.dht_protocol import Storage
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.rotates(3)]
 new_peer = in_loop(made_peers, loop_scope="module")
 
 
