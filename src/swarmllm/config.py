@@ -159,6 +159,11 @@ PEER_ID_PREFIX, PEER_ID_CHARS = "12D3KooW", 52
 _NOT_BASE58 = re.compile(r"[^1-9A-HJ-NP-Za-km-z]")
 
 
+def is_of_machines(swarm_name: str | None) -> bool:
+    """True if this is the name of a swarm of machines (`swarmllm up`), the peer id of the swarm's key."""
+    return swarm_name is not None and len(swarm_name) == PEER_ID_CHARS and swarm_name.startswith(PEER_ID_PREFIX)
+
+
 def require_address(initial_peer: str) -> None:
     """Raise ConfigurationError unless this can be a multiaddress with a peer id."""
     addr, found, peer_id = initial_peer.partition("/p2p/")

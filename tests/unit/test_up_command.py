@@ -257,7 +257,7 @@ def test_a_line_for_each_machine() -> None:
         "  here   m 0:4 fetching [#####...............] 0.25 GB of 1.00 GB",
         "  a?[2J  offers 2.00 GB",
         "  c      m 0:4 online, 1.00 GB came from machines, 2.00 GB from the hub",
-        "  c      m 0:4 failed: no memory",
+        "  c      m failed: no memory",
     ]
     assert machine_lines(PICTURE, bars=False)[0] == "  here   m 0:4 fetching 20 % of 1.00 GB"
 

@@ -178,7 +178,8 @@ def machine_lines(picture: dict[str, Any], *, bars: bool = True) -> list[str]:
 
 def _hosted_line(hosted: dict[str, Any], *, bars: bool) -> str:
     state, done, total = hosted["state"], hosted["done_bytes"], hosted["total_bytes"]
-    text = f"{printable(hosted['model'])} {hosted['start']}:{hosted['end']} {state}"
+    blocks = "" if state == "failed" else f" {hosted['start']}:{hosted['end']}"
+    text = f"{printable(hosted['model'])}{blocks} {state}"
     if state in ("fetching", "waiting") and total:
         share = min(1.0, done / total)
         if bars:
@@ -196,7 +197,12 @@ def model_line(model: dict[str, Any]) -> str:
     """The state of a model in one line."""
     text = f"{printable(model['name'])}: {model['state']}"
     if model["state"] == "does not fit":
-        text += f", {size_in_words(model['missing_bytes'])} of memory are missing"
+        missing = model["missing_bytes"]
+        text += (
+            f", {size_in_words(missing)} of memory are missing"
+            if missing
+            else ", because each machine has to hold whole blocks"
+        )
     if model["one_tokens_per_s"]:
         quant_type = "as it is stored" if model["quant_type"] == AS_STORED else printable(model["quant_type"])
         text += f", {quant_type}, about {model['one_tokens_per_s']:.3g} tokens/s expected"

@@ -9,6 +9,7 @@ hosting     the server processes of this machine
 catalogue   models, their sizes, and their plans on some machines
 membership  become a member of a swarm: by invite, on the local network, as its founder
 records     what machines tell each other: signed commands, and the record of each machine
+reunion     find members again after an outage, or when a split network is whole again
 settings    settings of a machine
 state       files that survive a restart
 weights     the store of this machine's weights: gives pieces to members, fetches those that blocks need

@@ -302,10 +302,10 @@ class PartialModel(Holding):
         return WeightsError(f"{self.directory} can't be used: {error.strerror or error}")
 
     def _no_room(self) -> WeightsError:
-        missing = size_in_words(shutil.disk_usage(self.directory).free)
+        free, left = size_in_words(shutil.disk_usage(self.directory).free), size_in_words(LEFT_BYTES)
         return WeightsError(
-            f"the disk of {self.directory} is too full for {self.manifest.name} ({missing} are free): free some space, "
-            "and loading goes on where it stopped"
+            f"the disk of {self.directory} is too full for {self.manifest.name} ({free} are free, and {left} stay "
+            "free): free some space, and loading goes on where it stopped"
         )
 
 
@@ -324,6 +324,8 @@ def note_use(models: Iterable[PartialModel]) -> None:
 def surplus(leftovers: Iterable[PartialModel], store: Path) -> list[PartialModel]:
     """The models that must go, so that those that nobody needs have no more than their share of the room."""
     by_age = sorted(leftovers, key=PartialModel.used_at)
+    if not by_age:
+        return []
     kept = sum(model.held_bytes for model in by_age)
     most = LEFTOVERS_SHARE * (kept + shutil.disk_usage(store).free)
     found = []

@@ -92,6 +92,8 @@ def read_membership(invite: Invite) -> Membership:
             "copy the word from `swarmllm up` or from its page"
         )
     key = key_of_hex(invite.member_key)
+    if not invite.initial_peers:
+        raise ConfigurationError("the invite has no addresses of other machines: copy a new one from a machine's page")
     if invite.swarm_name != key.peer_id:
         raise ConfigurationError("the invite is damaged: its key belongs to another swarm; copy the whole word again")
     return Membership(key, "", is_open=False, initial_peers=invite.initial_peers)

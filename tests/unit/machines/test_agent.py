@@ -148,6 +148,27 @@ async def test_replayed_and_reordered_commands_change_nothing(agent: Agent, regi
     assert register.own[-1].command == command(3, "c")  # so that others hear it, too
 
 
+async def test_few_commands_are_kept_and_old_ones_stay_old(
+    agent: Agent, register: FakeRegister, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_module, "NUM_KEPT_COMMANDS", 2)
+    for number in (1, 2, 3, 4, 1, 2, 4, 3):
+        register.others = {MEMBER.peer_id: record(command=command(number, f"m{number}"))}
+        await looked(agent)
+    assert [one.number for one in agent._commands] == [3, 4]
+    assert [one.name for one in agent.wanted] == ["m4"]
+
+
+async def test_a_machine_that_cannot_have_a_model_says_so(agent: Agent, register: FakeRegister) -> None:
+    register.others = {MEMBER.peer_id: record(command=command(1, "a"))}
+    await looked(agent)
+    (model,) = agent._models.wanted.values()
+    model.problem, model.is_failure = "the disk is full", True
+    (hosted,) = agent.record().hosted
+    assert (hosted.manifest, hosted.state, hosted.problem) == (model.wanted.manifest, "failed", "the disk is full")
+    assert agent.picture()["models"][0]["problem"] == "the disk is full"
+
+
 async def test_of_two_commands_at_once_all_choose_the_same(tmp_path: Path) -> None:
     both = command(1, "a"), command(1, "b", by=STRANGER, own=STRANGER)
     ends = set()
@@ -240,7 +261,8 @@ async def test_the_invite_holds_the_key_and_addresses(agent: Agent, register: Fa
     invite = read_invite(agent.invite())
     assert invite.member_key is not None
     assert key_of_hex(invite.member_key).peer_id == SWARM.peer_id
-    assert invite.initial_peers == (FakePeer.join_maddrs[0], f"/ip4/192.168.1.3/tcp/5000/p2p/{MEMBER.peer_id}")
+    # Without this machine's own 127.0.0.1, where other machines would call themselves.
+    assert invite.initial_peers == (f"/ip4/192.168.1.3/tcp/5000/p2p/{MEMBER.peer_id}",)
 
 
 async def test_dropping_what_is_not_served_is_refused(agent: Agent) -> None:

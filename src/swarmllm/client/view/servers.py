@@ -44,7 +44,7 @@ from pathlib import Path
 from weakref import WeakSet
 
 from swarmllm.client.view.connection import Connection
-from swarmllm.config import ClientConfig, address_book_path
+from swarmllm.config import ClientConfig, address_book_path, is_of_machines
 from swarmllm.data_structures import BlockTraits, RouteHop, ServedBlocks, ServerInfo, Span, StackTraits, SwarmSnapshot
 from swarmllm.errors import (
     ConfigurationError,
@@ -62,7 +62,7 @@ from swarmllm.swarm.block_map import describe_different_weights
 from swarmllm.swarm.claims import agreed_digests, contradicts
 from swarmllm.swarm.retry import PeerHealth
 from swarmllm.swarm.round_trips import RoundTrips
-from swarmllm.swarm.stacks import command_to_serve, describe_span
+from swarmllm.swarm.stacks import describe_span, how_to_serve
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class LookUps:
             MissingBlocksError: the local network has no peers either.
             PeerUnreachableError: none of them answers.
         """
-        initial_peers, swarm_name = self.config.initial_peers, self.config.swarm_name
+        initial_peers = self.config.initial_peers
         if not initial_peers:
             if not self.config.lan_discovery:
                 raise ConfigurationError(
@@ -133,8 +133,6 @@ class LookUps:
                     "print when they start, or set SWARMLLM_INITIAL_PEERS"
                 )
             initial_peers = await self._find_swarm()
-            if self._here is not None:
-                swarm_name = self._here.swarm_name
         self._peer = await Peer.create(
             initial_peers=initial_peers,
             identity_path=self.config.identity_path,
@@ -142,7 +140,11 @@ class LookUps:
             address_book=address_book_path(),
         )
         self._peer.prefer_records(self.verified.__contains__)
-        self._directory = BlockDirectory(self._peer, swarm_name)
+        self._directory = BlockDirectory(self._peer, self._swarm_name)
+
+    @property
+    def _swarm_name(self) -> str | None:
+        return self.config.swarm_name if self._here is None else self._here.swarm_name
 
     async def _find_swarm(self) -> tuple[str, ...]:
         """Initial peers of the swarm that this machine is in (`_here`) if it serves the model, else of one of the local
@@ -248,6 +250,8 @@ class LookUps:
             )
         if not self.snapshot.servers:
             others = f"; this swarm serves {', '.join(names)}" if names else "; this swarm serves no model at all"
+            if is_of_machines(self._swarm_name):
+                others = "; on one of the swarm's machines, `swarmllm use` shows what they serve and load"
             return MissingBlocksError(f"nobody serves {self.name}{others}", error.block_idxs)
         if adapter is not None:
             return MissingBlocksError(
@@ -258,13 +262,9 @@ class LookUps:
         if left_out:
             return MissingBlocksError(f"{error} of {self.name}{left_out}", error.block_idxs)
         text = f"{error} of {self.name} (waited {self.config.route_timeout_s:.0f} s)"
-        if self._here is not None:
-            text += ": its machines load them as soon as they can, and `swarmllm use` shows what they wait for"
-        elif missing := error.block_idxs:  # empty if the servers' spans can't be joined
-            is_private = self.config.swarm_name is not None
-            command = command_to_serve(missing, self.name, self.config.initial_peers, is_private=is_private)
-            text += f": start a server of them, {command}"
-        return MissingBlocksError(text, error.block_idxs)
+        if missing := error.block_idxs:  # empty if the servers' spans can't be joined
+            text += f": {how_to_serve(missing, self.name, self.config.initial_peers, self._swarm_name)}"
+        return MissingBlocksError(text, missing)
 
     def _may_use(self, server: ServerInfo) -> bool:
         config, peer_id = self.config, server.peer_id

@@ -144,7 +144,7 @@ function partItem(one) {
   return make(
     "li",
     {},
-    make("p", { class: "facts" }, make("span", { class: "name" }, one.model), ` · blocks ${one.start}:${one.end} · ${one.state}${told ? ` · ${told}` : ""}`),
+    make("p", { class: "facts" }, make("span", { class: "name" }, one.model), `${one.state === "failed" ? "" : ` · blocks ${one.start}:${one.end}`} · ${one.state}${told ? ` · ${told}` : ""}`),
     loads ? bar("progressbar", `Loading ${one.model}`, one.done_bytes, one.total_bytes, told) : null,
     one.problem ? make("p", { class: "problem" }, one.problem) : null,
   );

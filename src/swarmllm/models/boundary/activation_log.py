@@ -156,13 +156,13 @@ class ActivationLog:
         if not self._entries:
             return
         last = self._entries[-1]
+        last.order = _compose(last.order, dropped)
         if position < self.length:
             last.cut(position - last.position, self._runs[-1].mask, self._traits)
             self._runs[-1].cut(position)
             self._note_other_arithmetic(last)
         else:
             self._runs[-1].cut(position)
-        last.order = _compose(last.order, dropped)
 
     def _beginning(self, position: int) -> BlockInputs:
         """The inputs of the step around `position`, without its positions from `position` on."""
@@ -273,7 +273,8 @@ class ActivationLog:
         return found[::-1]
 
     def _runs_with_ends(self) -> list[tuple[_Run, int]]:
-        return list(zip(self._runs, [*(run.start for run in self._runs[1:]), self.length], strict=True))
+        starts = [run.start for run in self._runs]
+        return list(zip(self._runs, [*starts, self.length][1:], strict=True))
 
     def _joined(self, steps: Sequence[tuple[int, BlockInputs]], mask: Tensor | None) -> BlockInputs:
         """Join steps, given as (position, inputs), to the inputs of one call with the same effect."""

@@ -375,6 +375,14 @@ class Peer:
         """Use these as initial peers as well, the next time that this peer is alone."""
         self._running_dht().add_initial_peers(initial_peers)
 
+    async def meet(self, maddrs: Sequence[str]) -> None:
+        """Greet these peers, although others are known: they may know a part of the swarm that this peer doesn't.
+
+        Raises:
+            PeerUnreachableError: this peer is closed, or its daemon died.
+        """
+        await self._running_dht().meet(maddrs)
+
     def prefer_records(self, prefers: Callable[[str], bool]) -> None:
         """Keep the records of these peers before those of others when there are too many."""
         self._running_dht().prefers = prefers
