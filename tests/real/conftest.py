@@ -9,7 +9,7 @@ from urllib.request import urlopen
 
 import pytest
 from swarm_models import OPTIONS
-from tests.real.real_models import GEMMA, MODELS, SMOLLM2, RealModel, read_model
+from tests.real.real_models import GEMMA, SMOLLM2, RealModel, read_model
 from transformers import PreTrainedModel
 
 from swarmllm import AutoDistributedModel, ClientConfig, LocalSwarm
@@ -64,7 +64,11 @@ def _served(real: RealModel, directory: Path) -> Iterator[Served]:
     served.close()
 
 
-@pytest.fixture(scope="session", params=MODELS, ids=lambda model: model.name)
+TAKES_TURNS = pytest.mark.rotates(3, whole_file=True)
+"""Mark of tests with Gemma, which takes half a minute of a core. SmolLM2 has the same tests on each commit."""
+
+
+@pytest.fixture(scope="session", params=[SMOLLM2, pytest.param(GEMMA, marks=TAKES_TURNS)], ids=lambda one: one.name)
 def served(request: pytest.FixtureRequest) -> Served:
     """Each of them in turn."""
     found: Served = request.getfixturevalue(request.param.name)

@@ -10,7 +10,7 @@ import peft
 import pytest
 import torch
 from swarm_models import OPTIONS, assert_same_tokens, generate_seeded, names
-from tests.real.conftest import Served
+from tests.real.conftest import TAKES_TURNS, Served
 from torch import Tensor
 from transformers import LogitsProcessor
 from web_gateway import running_gateway
@@ -81,6 +81,7 @@ def test_a_head_of_8_bits(served: Served) -> None:
     assert ("France" if served.real.is_gemma else "Paris") in served.tokenizer.decode(text[0])
 
 
+@TAKES_TURNS
 def test_texts_longer_than_the_window(gemma: Served) -> None:
     """Most of Gemma's blocks see the last 512 positions only."""
     ids = manual(gemma, WINDOW + 60)
