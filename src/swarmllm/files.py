@@ -5,7 +5,7 @@ important files with `replace_file`. Users may save text with any editor. `model
 checkpoints, as transformers does.
 
 A `PrivateDirectory` doesn't outlive its process, even if that is killed. It is locked while the process lives, and each
-process that makes one removes those that nobody has locked. Used for the socket of p2pd, the logs of a LocalSwarm and
+process that makes one removes all that nobody has locked. Used for the socket of p2pd, the logs of a LocalSwarm and
 the meeting place of a tensor-parallel group.
 """
 

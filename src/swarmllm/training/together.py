@@ -211,7 +211,7 @@ class Together:
         path.unlink(missing_ok=True)
         create_private_file(path, self.invite.encode())
         logger.info("other homes join this run with the invite in %s", path)
-        await members.join(self.settings.wait_for, path, resumes=resumes)
+        await members.join(self.settings.wait_for, path)
         await members.trains(True)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

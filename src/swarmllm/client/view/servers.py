@@ -434,7 +434,7 @@ def _together(claims: Sequence[BlockTraits]) -> BlockTraits:
 
 
 def _stacks(served: ServedBlocks, own: BlockTraits, encoder: Span | None) -> list[tuple[BlockTraits, BlockTraits, str]]:
-    """(own traits, claimed traits, name) of each stack of which the server has blocks."""
+    """(own traits, claimed traits, name) of each stack that the server has blocks of."""
     claimed = served.traits or own
     if encoder is None:
         return [(own, claimed, "blocks")]

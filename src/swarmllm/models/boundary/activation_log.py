@@ -55,7 +55,7 @@ class _Entry:
         if self.order is None and traits.rollback:
             kept = whole.attention_mask
             if self.has_mask and mask is not None and mask.ndim == 2:
-                columns = mask[:, self.position + count :]
+                columns = mask[:, self.position + count : self.end]
                 kept = columns if kept is None else torch.cat([columns, kept], dim=-1)
             elif self.has_mask and kept is None:
                 kept = mask
@@ -147,7 +147,7 @@ class ActivationLog:
         self._entries.append(_Entry(position, replace(inputs, attention_mask=None, inner=None, **beside), has_mask))
 
     def rollback(self, position: int) -> None:
-        """Forget everything from `position` on. Selections of rows are kept, also those that came after `position`."""
+        """Forget everything from `position` on. Selections of rows are kept, even if they came after `position`."""
         dropped: Tensor | None = None
         while self._entries and self._entries[-1].position >= position:
             dropped = _compose(self._entries.pop().order, dropped)

@@ -450,7 +450,7 @@ def _head_on_hub(path: str, size: int, read: ReadRange) -> tuple[Range, ...]:
 
 
 def needed_pieces(checkpoint: Checkpoint, manifest: Manifest, span: Span | None, *, client: bool) -> Pieces:
-    """The pieces that blocks of a span, or a client, read of an open checkpoint, with those that every machine needs.
+    """The pieces that blocks of a span, or a client, read of an open checkpoint, and pieces that every machine needs.
 
     A server may also read the rest of its stack, such as a norm after the last block (`load_block_span`). A client
     gets all that is in no block: embeddings, heads, towers for pictures and sound, heads that guess tokens.
