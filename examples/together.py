@@ -102,7 +102,8 @@ def train_together(model_path: str, peers: Sequence[str], steps: int, output_dir
     for home in homes:
         run = runs[0].invite if runs else "three homes"
         settings = RunSettings(name=home.kind, host_maddrs=HERE)
-        together = Together(home.optimizer, run, 10, directory=output_dir / home.kind, settings=settings)
+        place = output_dir / home.kind
+        together = Together(home.optimizer, run, 10, directory=place, settings=settings, model=home.model)
         runs.append(together.__enter__())
 
     def take_part(home: Home, together: Together) -> None:
