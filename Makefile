@@ -34,11 +34,12 @@ GPU_RESULTS ?= build/gpu-results
 .DEFAULT_GOAL := help
 # Tests start hundreds of processes; each would compile this package anew.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help demo test test-quick test-slow test-oldest test-trainers test-kernels check format docs bench gpu gpu-bundle wheel audit hashes base-image clean
+.PHONY: help demo test test-quick test-slow test-turns test-oldest test-trainers test-kernels check format docs bench gpu gpu-bundle wheel audit hashes base-image clean
 
 help:
 	@echo "make demo         a chat with a swarm of real servers on this machine; one of them is killed on the way"
 	@echo "make test         the fast tests; make test-slow: the others; make test-oldest: on the oldest dependencies"
+	@echo "make test-turns   before a push: the tests that are fast on other commits, and could fail the next one; takes PART, too"
 	@echo "make test-quick   whether this installation works: unit tests, commands, a failover, training, the gateway"
 	@echo "make test-trainers  with TRL, lm_eval, sentence-transformers, langchain, anthropic, ollama and the notebooks of examples/"
 	@echo "make check        format, lint, types, import layers, Dockerfile, subjects of commits; make format: mends the first two where it can"
@@ -67,6 +68,9 @@ test: $(INSTALLED) $(REAL_INSTALLED)
 
 test-slow: $(INSTALLED) $(REAL_INSTALLED)
 	$(BIN)/python $(PYTEST) $(if $(PART),--part $(PART)) $(PARALLEL) -m slow $(ROOMS)
+
+test-turns: $(INSTALLED) $(REAL_INSTALLED)
+	$(BIN)/python $(PYTEST) $(if $(PART),--part $(PART)) $(PARALLEL) --turns $(ROOMS)
 
 test-oldest: $(OLDEST)/.installed
 	$(OLDEST)/bin/python $(PYTEST) $(PARALLEL) -m "not slow" $(ROOMS)

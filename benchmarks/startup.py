@@ -32,6 +32,7 @@ from swarmllm.models.checkpoint.skeleton import on_meta
 
 SHAPES = {
     "2048x8": {"hidden": 2048, "intermediate": 5632, "heads": 32, "kv_heads": 8, "blocks": 8},
+    "4096x6": {"hidden": 4096, "intermediate": 11008, "heads": 32, "kv_heads": 8, "blocks": 6},
     "70b": {"hidden": 8192, "intermediate": 28672, "heads": 64, "kv_heads": 8, "blocks": 2},
 }
 GOAL_GB_S = 0.5

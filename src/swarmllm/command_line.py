@@ -344,6 +344,7 @@ def announced_imports(*, torch: bool = True) -> Iterator[None]:
 
     Enter it after the flags were checked. Garbage is not collected meanwhile, and never looked for among what was
     imported: imports leave a million objects and no garbage, and each scan of them takes some tenths of a second.
+    Ctrl-C ends them at once, although an event loop that couldn't hear it meanwhile may have begun.
     """
     if ("torch" if torch else "hivemind") in sys.modules:
         yield
@@ -353,9 +354,15 @@ def announced_imports(*, torch: bool = True) -> Iterator[None]:
     with Patience(logger.info) as patience:
         patience.wait_for(lambda: f"still {what}, from a slow disk or beside other programs")
         gc.disable()
+        heard = signal.getsignal(signal.SIGINT)
+        may_interrupt = callable(heard) and threading.current_thread() is threading.main_thread()
+        if may_interrupt:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             yield
         finally:
+            if may_interrupt:
+                signal.signal(signal.SIGINT, heard)
             gc.freeze()
             gc.enable()
 

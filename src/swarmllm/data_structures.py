@@ -181,7 +181,7 @@ class ServerInfo(PeerModel):
     tokens_served: Annotated[int, Field(ge=0, le=1 << 53)] = 0
     """Positions computed in sessions since the start."""
     failures_seen: Annotated[int, Field(ge=0, le=1 << 53)] = 0
-    """Failed steps and forwards since the start, also those that a client caused."""
+    """Failed steps and forwards since the start, also failures that a client caused."""
     speed_share: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 1.0
     """Share of its speed that a server with `--nice` has left while its owner's programs need the machine. The speeds
     above include it. 0 = paused: used only if nobody else serves these blocks."""
@@ -223,6 +223,8 @@ class ServerInfo(PeerModel):
     """Peers behind NAT that are reached through this server at present."""
     inner_states: bool = False
     """True if the server returns values between its blocks to clients that ask."""
+    replays_steps: bool = False
+    """True if the server can replay kept outputs in the steps in which they were computed."""
     claim: tuple[BlockIndex, BlockIndex] | None = None
     """Blocks [start, end) that this server is about to move to. Announced before the move, so that only one server
     moves there."""
@@ -242,6 +244,13 @@ class ServerInfo(PeerModel):
     def rounding(self) -> tuple[str, str, str]:
         """How its numbers are rounded. Servers that round alike compute the same tokens."""
         return self.dtype, self.quant_type, self.activations
+
+    @property
+    def rounds_finely(self) -> bool:
+        """True if calls of different lengths differ by a millionth only, so that a text needn't be computed in the same
+        calls again."""
+        rounds_inputs = self.quant_type != "none" and self.activations != "none"
+        return self.dtype in ("float32", "float64") and not rounds_inputs
 
     @property
     def relayed(self) -> bool:

@@ -3,7 +3,8 @@
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -24,13 +25,14 @@ PLACES = {"first": 0, "middle": 2, "last": 5}
 
 
 class Faulty:
-    """Two servers per span; `mend()` replaces the dead ones."""
+    """Servers of these spans, by default two of each of three; `mend()` replaces the dead ones."""
 
     running: "Faulty | None" = None
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, spans: Sequence[tuple[int, int]] = SPANS * 2) -> None:
+        self._spans = Counter(spans)
         # Short periods: the records of the dead go soon.
-        self._swarm = LocalSwarm(model, spans=SPANS * 2, update_period=2, **OPTIONS)
+        self._swarm = LocalSwarm(model, spans=spans, update_period=2, **OPTIONS)
 
     @property
     def initial_peers(self) -> list[str]:
@@ -41,10 +43,9 @@ class Faulty:
         return [server for server in self._swarm.servers if server.alive]
 
     def mend(self) -> None:
-        """Start servers until each span has two again."""
-        for span in SPANS:
-            for _ in range(2 - sum((s.span.start, s.span.end) == span for s in self.living)):
-                self._swarm.add_server(span)
+        """Start servers until each span has as many as at the begin."""
+        for span in (self._spans - Counter((s.span.start, s.span.end) for s in self.living)).elements():
+            self._swarm.add_server(span)
 
     def add(self, span: Span) -> LocalServer:
         """One more server for a span."""

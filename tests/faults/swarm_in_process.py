@@ -46,7 +46,8 @@ OnSend = Callable[["Server", MessageType, dict[str, Any], Any], tuple[MessageTyp
 class Blocks:
     """The blocks of a checkpoint, loaded once for each span, and the event loop and device thread of all swarms."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
+        self.dtype = dtype
         self._checkpoint = open_checkpoint(str(directory))
         self._loaded: dict[Span, BlockSpan] = {}
         self.num_blocks = self._checkpoint.num_blocks
@@ -58,7 +59,7 @@ class Blocks:
 
     def of(self, span: Span) -> BlockSpan:
         if span not in self._loaded:
-            self._loaded[span] = load_block_span(self._checkpoint, span, dtype=torch.float32, progress=False)
+            self._loaded[span] = load_block_span(self._checkpoint, span, dtype=self.dtype, progress=False)
         return self._loaded[span]
 
     @property
@@ -81,9 +82,8 @@ class Server:
         self.peer_id = f"server{number}".ljust(46, "x")
         blocks = swarm.blocks.of(span)
         options = {"decode_ms_per_block": 1.0, "throughput": 100.0, "cache_tokens_left": CACHE_TOKENS, **announced}
-        self.info = ServerInfo(
-            peer_id=self.peer_id, start=span.start, end=span.end, traits=blocks.traits, dtype="float32", **options
-        )
+        options |= {"dtype": str(blocks.dtype).removeprefix("torch."), "replays_steps": True} | announced
+        self.info = ServerInfo(peer_id=self.peer_id, start=span.start, end=span.end, traits=blocks.traits, **options)
         self.alive = self.listed = True
         self.streams: set[FrameStream] = set()
         """Both ends of all of them."""

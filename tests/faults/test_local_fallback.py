@@ -13,10 +13,13 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from swarmllm import AutoDistributedModelForSequenceClassification, ClientConfig
+from swarmllm.data_structures import Span
+from swarmllm.demo.local_swarm import LocalServer
 from swarmllm.errors import ConfigurationError, MissingBlocksError
 
-pytestmark = pytest.mark.rotates(3, whole_file=True)
+pytestmark = pytest.mark.rotates(6, whole_file=True)
 
+LAST = (4, 6)
 NUM_TOKENS = 12
 
 
@@ -34,16 +37,28 @@ class Streamed(BaseStreamer):
         self.ended += 1
 
 
+@pytest.fixture(scope="module")
+def swarm(llama: Path) -> Iterator[Faulty]:
+    """One server for each span, so that no block is served any more when one dies."""
+    with Faulty(llama, [(0, 4), LAST]) as swarm:
+        yield swarm
+
+
 @pytest.fixture
-def kill_all(swarm: Faulty) -> Callable[[], None]:
-    """Both servers of the last span; the other tests find it mended."""
+def kill_last(swarm: Faulty) -> Callable[[], None]:
+    """The only server of the last span; the next test finds it mended."""
 
     def kill() -> None:
-        for server in swarm.living:
-            if server.span.end == 6:
-                server.kill()
+        (server,) = [one for one in swarm.living if one.span.end == 6]
+        server.kill()
 
     return kill
+
+
+@pytest.fixture
+def twin(swarm: Faulty) -> LocalServer:
+    """A second server of the last span."""
+    return swarm.add(Span(*LAST))
 
 
 @pytest.fixture
@@ -58,14 +73,14 @@ def backed(llama: Path, swarm: Faulty, request: pytest.FixtureRequest) -> Iterat
 @pytest.mark.parametrize("backed", [{}, {"speculation": "ngram"}], indirect=True, ids=["plain", "speculating"])
 @pytest.mark.parametrize("length", [1, 9])
 def test_goes_on_from_the_last_token(
-    backed: Any, local: PreTrainedModel, kill_all: Callable[[], None], length: int, caplog: pytest.LogCaptureFixture
+    backed: Any, local: PreTrainedModel, kill_last: Callable[[], None], length: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     ids = prompt(1, length)
     expected = generate_seeded(local, ids, max_new_tokens=NUM_TOKENS).tolist()
     streamer = Streamed()
     with caplog.at_level(logging.WARNING):
         got = generate_seeded(
-            backed, ids, max_new_tokens=NUM_TOKENS, streamer=streamer, logits_processor=at_token(5, kill_all)
+            backed, ids, max_new_tokens=NUM_TOKENS, streamer=streamer, logits_processor=at_token(5, kill_last)
         )
     assert got.tolist() == expected
     assert (streamer.ids, streamer.ended) == (expected[0], 1)
@@ -85,14 +100,14 @@ def test_goes_on_from_the_last_token(
 )
 @pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_every_way_to_generate(
-    backed: Any, local: PreTrainedModel, kill_all: Callable[[], None], options: dict[str, Any], batch_size: int
+    backed: Any, local: PreTrainedModel, kill_last: Callable[[], None], options: dict[str, Any], batch_size: int
 ) -> None:
     """Rows of different lengths, of which some end early; nothing is lost or repeated."""
     ids, mask = prompt(batch_size, 9), torch.ones(batch_size, 9, dtype=torch.long)
     mask[0, : 3 * (batch_size - 1)] = 0
     given = {"attention_mask": mask, "max_new_tokens": NUM_TOKENS, **options}
     expected = generate_seeded(local, ids, **given)
-    got = generate_seeded(backed, ids, **given, logits_processor=at_token(5, kill_all))
+    got = generate_seeded(backed, ids, **given, logits_processor=at_token(5, kill_last))
     if options.get("do_sample"):  # from where the local model goes on, other numbers are drawn
         assert got.shape == expected.shape
         assert got[:, :9].equal(ids)
@@ -102,36 +117,38 @@ def test_every_way_to_generate(
         assert got.equal(expected)
 
 
-def test_details_are_those_of_one_model(backed: Any, local: PreTrainedModel, kill_all: Callable[[], None]) -> None:
+def test_details_are_those_of_one_model(backed: Any, local: PreTrainedModel, kill_last: Callable[[], None]) -> None:
     wanted = {"max_new_tokens": NUM_TOKENS, "return_dict_in_generate": True, "output_scores": True, "do_sample": False}
     expected = local.generate(prompt(), **wanted)
-    got = backed.generate(prompt(), **wanted, logits_processor=at_token(5, kill_all))
+    got = backed.generate(prompt(), **wanted, logits_processor=at_token(5, kill_last))
     assert got.sequences.equal(expected.sequences)
     torch.testing.assert_close(got.scores, expected.scores)
 
 
 def test_hidden_states_are_those_of_one_model(
-    backed: Any, local: PreTrainedModel, kill_all: Callable[[], None]
+    backed: Any, local: PreTrainedModel, kill_last: Callable[[], None]
 ) -> None:
     wanted: dict[str, Any] = {"max_new_tokens": NUM_TOKENS, "return_dict_in_generate": True, "do_sample": False}
     wanted["output_hidden_states"] = True
     expected = local.generate(prompt(), **wanted)
-    got = backed.generate(prompt(), **wanted, logits_processor=at_token(5, kill_all))
+    got = backed.generate(prompt(), **wanted, logits_processor=at_token(5, kill_last))
     assert got.sequences.equal(expected.sequences)
     assert len(got.hidden_states) == NUM_TOKENS
     torch.testing.assert_close(got.hidden_states, expected.hidden_states)
 
 
-def test_rows_that_have_ended_stay_so(backed: Any, local: PreTrainedModel, kill_all: Callable[[], None]) -> None:
+def test_rows_that_have_ended_stay_so(backed: Any, local: PreTrainedModel, kill_last: Callable[[], None]) -> None:
     ids = prompt(3, 6)
     plain = generate_seeded(local, ids, max_new_tokens=NUM_TOKENS)
     given = {"max_new_tokens": NUM_TOKENS, "eos_token_id": int(plain[1, 8]), "pad_token_id": 0}
     expected = generate_seeded(local, ids, **given)
-    assert generate_seeded(backed, ids, **given, logits_processor=at_token(6, kill_all)).equal(expected)
+    assert generate_seeded(backed, ids, **given, logits_processor=at_token(6, kill_last)).equal(expected)
 
 
 @pytest.mark.parametrize("backed", [{"fallback_after": 1}], indirect=True)
-def test_enough_repairs(backed: Any, swarm: Faulty, local: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> None:
+def test_enough_repairs(
+    twin: LocalServer, backed: Any, swarm: Faulty, local: PreTrainedModel, caplog: pytest.LogCaptureFixture
+) -> None:
     """One of two servers dies; what the other could still do isn't waited for."""
     expected = generate_seeded(local, prompt(), max_new_tokens=NUM_TOKENS)
 
@@ -148,9 +165,9 @@ def test_enough_repairs(backed: Any, swarm: Faulty, local: PreTrainedModel, capl
     assert "the local model" not in caplog.text
 
 
-def test_what_it_can_not_do_is_raised(backed: Any, kill_all: Callable[[], None]) -> None:
+def test_what_it_can_not_do_is_raised(backed: Any, kill_last: Callable[[], None]) -> None:
     """Forward; embeddings, of which the local model may have others; scores of a text that somebody reads already."""
-    kill_all()
+    kill_last()
     ids = prompt()
     with pytest.raises(MissingBlocksError):
         backed(ids)

@@ -7,6 +7,7 @@ import asyncio
 import errno
 import hashlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -83,6 +84,7 @@ def assert_whole(path: Path, model: Path) -> None:
 async def take(machines: Machines, taker: WeightStore, manifest: Manifest, *givers: int) -> tuple[Path, Progress]:
     told: list[Progress] = []
     path = await taker.fetch(manifest, EVERYTHING, client=True, givers=machines.givers(*givers), progress=told.append)
+    await taker.close()
     return path, told[-1]
 
 
@@ -329,6 +331,42 @@ async def test_a_disk_with_too_little_room_is_told_before(
     monkeypatch.setattr(holdings, "LEFT_BYTES", 1 << 60)
     with pytest.raises(WeightsError, match="is too full for tiny"):
         await take(machines, taker, manifest, HONEST)
+
+
+@in_module_loop
+async def test_models_that_nobody_needs_go_when_their_room_is_needed(
+    machines: Machines,
+    honest: WeightStore,
+    taker: WeightStore,
+    manifest: Manifest,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path, _ = await take(machines, taker, manifest, HONEST)
+    (path / "notes.txt").write_text("of the user")
+    second = await honest.add_local(shutil.copytree(model, tmp_path / "second"), piece_bytes=PIECE_BYTES)
+    await taker.need([manifest.digest])
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(
+        holdings.shutil, "disk_usage", lambda _: usage._replace(free=0 if manifest.digest in taker.gives() else 1 << 60)
+    )
+    with pytest.raises(WeightsError, match="is too full for second"):
+        await take(machines, taker, second, HONEST)
+    monkeypatch.setattr(holdings, "LEFTOVERS_SHARE", 1.0)
+    await taker.need([second.digest])
+    assert taker.kept_bytes == manifest.num_bytes(~manifest.none())
+    path_of_second, _ = await take(machines, taker, second, HONEST)
+    assert_whole(path_of_second, model)
+    assert (taker.kept_bytes, taker.gives()) == (0, (second.digest,))
+    assert [file.name for file in path.iterdir()] == ["notes.txt"]
+    monkeypatch.setattr(holdings, "LEFTOVERS_SHARE", 0.0)  # few are kept, even if there is room
+    await taker.need([])
+    assert taker.gives() == ()
+    assert not path_of_second.parent.exists()
+    monkeypatch.undo()
+    path, _ = await take(machines, taker, manifest, HONEST)
+    assert_whole(path, model)
 
 
 @in_module_loop

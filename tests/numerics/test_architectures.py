@@ -24,7 +24,7 @@ from tests.numerics.architectures import (
     Subject,
 )
 from tests.numerics.tiny_encoder_decoders import tiny_config
-from tests.selection import COMMIT, part_of, turn_of
+from tests.selection import COMMIT, NOT_NOW, part_of, turn_of
 from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -83,7 +83,7 @@ PROPERTIES: dict[str, tuple[Property, ...]] = {
 }
 """By kind of model."""
 ALWAYS = frozenset({"llama", "whisper"})
-NUM_TURNS = 24
+NUM_TURNS = 36
 
 
 def cells() -> Iterator[object]:
@@ -92,7 +92,7 @@ def cells() -> Iterator[object]:
         for name in names:
             now = name in ALWAYS or part_of(name, NUM_TURNS) == turn_of(COMMIT, NUM_TURNS)
             for check in PROPERTIES[kind]:
-                marks = [pytest.mark.share(name), *([] if now else [pytest.mark.slow])]
+                marks = [pytest.mark.share(name), *([] if now else [NOT_NOW])]
                 yield pytest.param(kind, name, check, id=f"{name}-{check.__name__}", marks=marks)
 
 

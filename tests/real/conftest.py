@@ -29,12 +29,12 @@ class Served:
         self.swarm = self._open.enter_context(swarm)
         self.model = self._open.enter_context(self.connect(speculation="off"))
 
-    def connect(self, **config: Any) -> Any:
-        """A client of its swarm; to be closed."""
+    def connect(self, swarm: LocalSwarm | None = None, dtype: str = "float32", **config: Any) -> Any:
+        """A client of its swarm, or of another one; to be closed."""
         return AutoDistributedModel.from_pretrained(
             str(self.path),
-            initial_peers=self.swarm.initial_peers,
-            dtype="float32",
+            initial_peers=(swarm or self.swarm).initial_peers,
+            dtype=dtype,
             client_config=ClientConfig(**config),
             progress=False,
         )

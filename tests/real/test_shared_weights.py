@@ -14,7 +14,8 @@ from tests.real.real_models import SMOLLM2
 
 from swarmllm import AutoDistributedModel, LocalSwarm
 from swarmllm.data_structures import Span
-from swarmllm.machines.downloads import Hub, Progress
+from swarmllm.machines.downloads import Progress
+from swarmllm.machines.hub import Hub
 from swarmllm.models.checkpoint.checkpoint import load_tokenizer, open_checkpoint
 from swarmllm.models.span.loading import load_block_span
 

@@ -79,7 +79,11 @@ class HubStub:
             {
                 "rfilename": file,
                 "size": len(data),
-                **({"lfs": _lfs(data)} if file.endswith((".safetensors", ".gguf", ".bin")) else {}),
+                **(
+                    {"lfs": _lfs(data)}
+                    if file.endswith((".safetensors", ".gguf", ".bin"))
+                    else {"blobId": hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()}
+                ),
             }
             for file, data in repo.files.items()
         ]

@@ -18,9 +18,12 @@ from tests.numerics.tiny_models import save_tiny
 from swarmllm.data_structures import Span
 from swarmllm.errors import ConfigurationError, CorruptWeightsError
 from swarmllm.machines import downloads
-from swarmllm.machines.downloads import Hub, Progress
+from swarmllm.machines import hub as hub_module
+from swarmllm.machines.downloads import Progress
+from swarmllm.machines.hub import Hub
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.checkpoint.fingerprint import fingerprint
+from swarmllm.models.checkpoint.manifest import Manifest
 from swarmllm.network.wire.protocol import FrameStream, MessageType, welcome
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -77,10 +80,11 @@ def hub(model: Path) -> Iterator[HubStub]:
 
 @pytest.fixture
 def fresh_hub(hub: HubStub, monkeypatch: pytest.MonkeyPatch) -> HubStub:
-    """The same, which has sent nothing yet. Neighbours in small ranges come from one machine."""
+    """The same, which has sent nothing yet. Neighbours in small ranges come from one machine. Nothing is read twice."""
     hub.sent.clear()
     hub.spoil = lambda _, data: data
     monkeypatch.setattr(downloads, "HUB_BYTES", 8 * PIECE_BYTES)
+    monkeypatch.setattr(hub_module, "CHECKED_SHARE", 0.0)
     monkeypatch.setattr(downloads, "GREETED_S", 120.0)  # on a busy machine, neither is true of machines that are there
     monkeypatch.setattr(downloads, "STALLED_S", 120.0)
     monkeypatch.setattr(downloads, "SLOW_S", 120.0)
@@ -173,8 +177,55 @@ async def test_files_that_are_not_what_the_hub_says_are_fetched_again(
     path = await store.fetch(manifest, Span(0, 4), client=True, givers=machines.givers(0), progress=told.append)
     assert told[-1].bytes_from_machines
     assert told[-1].bytes_from_hub
+    assert store._members.is_banned(machines.peers[0].peer_id)
     for name, data in fresh_hub.repositories["me/tiny"].files.items():
         assert (path / name).read_bytes() == data
+
+
+async def test_pieces_of_parts_of_files_are_compared_with_the_hub(
+    machines: Machines, fresh_hub: HubStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The taker has no file of weights whole, so only bytes of the hub tell it that its giver lies."""
+    monkeypatch.setattr(hub_module, "CHECKED_SHARE", 1 / 4)
+    liar, store = [await machines.store(number, tmp_path, hub=Hub()) for number in range(2)]
+    manifest = await liar.add_from_hub("me/tiny", piece_bytes=512)
+    await liar.fetch(manifest, Span(0, 4), client=True, givers=list)
+    fresh_hub.sent.clear()
+    honest = await store.fetch(manifest, Span(1, 2), client=False, givers=machines.givers(0))
+    assert not store._members.is_banned(machines.peers[0].peer_id)
+    assert 0 < fresh_hub.sent.total() < manifest.num_bytes(store._models[manifest.digest].held) / 2
+    holding = liar._models[manifest.digest]
+    holding.read = lambda piece: bytes(manifest.place(piece).num_bytes)  # type: ignore[method-assign]
+    other = await machines.store(2, tmp_path, hub=Hub())
+    told: list[Progress] = []
+    path = await other.fetch(manifest, Span(1, 2), client=False, givers=machines.givers(0), progress=told.append)
+    assert other._members.is_banned(machines.peers[0].peer_id)
+    assert told[-1].bytes_from_hub >= told[-1].total_bytes
+    for file in path.iterdir():
+        assert file.read_bytes() == (honest / file.name).read_bytes() or file.name.startswith(".")
+
+
+async def test_a_poisoned_manifest_of_a_model_of_the_hub_is_refused(
+    machines: Machines, fresh_hub: HubStub, model: Path, tmp_path: Path
+) -> None:
+    liar, store = [await machines.store(number, tmp_path, hub=Hub()) for number in range(2)]
+    true = await liar.add_from_hub("me/tiny", piece_bytes=PIECE_BYTES)
+    weights = next(file for file in true.files if file.sha256)
+    for change in ({"sha256": "0" * 64}, {"size": weights.size + 1}, {"name": "other.safetensors"}):
+        files = tuple(file.model_copy(update=change) if file is weights else file for file in true.files)
+        with pytest.raises(
+            CorruptWeightsError, match=r"of me/tiny isn't the hub's .* the machine that chose the model"
+        ):
+            await store.fetch(Manifest(**(dict(true) | {"files": files})), None, client=True, givers=list)
+    # One with digests, as of a machine that has the model, but of other bytes.
+    cache = tmp_path / "cache" / true.directory
+    cache.mkdir(parents=True)
+    for name, data in fresh_hub.repositories["me/tiny"].files.items():
+        (cache / name).write_bytes(data[:-1] + b"x" if name == weights.name else data)
+    poisoned = await liar.add_local(cache, piece_bytes=PIECE_BYTES)
+    assert poisoned.commit == true.commit
+    with pytest.raises(CorruptWeightsError, match="isn't what the hub says: its list of pieces is wrong"):
+        await store.fetch(poisoned, Span(0, 4), client=True, givers=machines.givers(0))
 
 
 async def test_the_hub_helps_machines_that_give_nothing(
@@ -272,7 +323,7 @@ async def test_without_a_hub(machines: Machines, fresh_hub: HubStub, tmp_path: P
         await store.add_from_hub("me/nothing")
     huggingface_hub.constants.HF_HUB_OFFLINE = True
     try:
-        with pytest.raises(ConfigurationError, match="'me/tiny' can't be found on the hub"):
+        with pytest.raises(ConfigurationError, match="'me/tiny' isn't on this machine, and the hub can't be reached"):
             await store.add_from_hub("me/tiny")
     finally:
         huggingface_hub.constants.HF_HUB_OFFLINE = False

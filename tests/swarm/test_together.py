@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from swarmllm.network.p2p.identity import Identity, lock_identity
 from swarmllm.network.p2p.peer import Peer
 from swarmllm.network.wire.protocol import MessageType, hello
 from swarmllm.training import RunSettings, Together, TogetherCallback
+from swarmllm.training.differences import Rules
 from swarmllm.training.privacy import epsilon_of
 from swarmllm.training.rounds import membership
 from swarmllm.training.run_log import LOG_FILE, is_genuine_line, run_summary
@@ -215,7 +217,7 @@ def test_strangers_are_refused(tmp_path: Path) -> None:
         async with await Peer.create(initial_peers=[address], client_mode=True) as peer:
             stream = await peer.open_stream(home)
             await hello(stream, fingerprint=run)
-            rules = {"outer_lr": 0.7, "outer_momentum": 0.9, "trim": 0.0}
+            rules = asdict(Rules())
             own = membership(peer.peer_id, Identity.generate())
             header = {"member": own, "size": 164, "shapes": "0" * 64, **rules}
             await stream.send(MessageType.MEMBER, header)

@@ -21,6 +21,9 @@ def test_many(number): pass
 @pytest.mark.rotates(3)
 @pytest.mark.parametrize("number", range(30))
 def test_rotating(number): pass
+@pytest.mark.slow
+@pytest.mark.rotates(3)
+def test_rotating_always_slow(): pass
 @pytest.mark.share("costly")
 @pytest.mark.parametrize("number", range(4))
 def test_sharing(number): pass
@@ -65,7 +68,7 @@ def test_the_commit_of_a_directory(repo_root: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def run(repo_root: Path, tmp_path: Path) -> Run:
-    """pytest with these options on 65 tests, and what it says."""
+    """pytest with these options on 66 tests, and what it says."""
     (tmp_path / "test_it.py").write_text(TESTS)
 
     def run(*options: str) -> tuple[int, str]:
@@ -82,7 +85,7 @@ def run(repo_root: Path, tmp_path: Path) -> Run:
 def test_parts_deadlines_and_repetitions_in_a_run(run: Run) -> None:
     whole, parts = run("--collect-only")[1], [run("--collect-only", "--part", f"{part}/4")[1] for part in range(1, 5)]
     names = [{line for line in text.splitlines() if "::" in line} for text in (whole, *parts)]
-    assert len(names[0]) == 65 == sum(map(len, names[1:]))
+    assert len(names[0]) == 66 == sum(map(len, names[1:]))
     assert names[0] == set().union(*names[1:])
     assert [sum("test_sharing" in name for name in part) for part in names[1:]].count(4) == 1
     fast, slow = (
@@ -92,14 +95,19 @@ def test_parts_deadlines_and_repetitions_in_a_run(run: Run) -> None:
     assert fast | slow == names[0]
     assert 35 < len(fast) < 35 + 20
     assert all("test_rotating" in name for name in slow)
+    turns = {line for line in run("--collect-only", "--turns")[1].splitlines() if "::" in line}
+    assert turns == {name for name in slow if "always_slow" not in name}
 
+    for processes in ((), ("-p", "xdist.plugin", "-n", "1")):
+        said = run("-m", "not slow", "-k", "rotating or elsewhere", *processes)[1]
+        assert f"{len(turns)} tests are fast on other commits only: make test-turns runs them" in said
     assert "1 tests of the lane gpu are left out: make gpu runs them" in run("-k", "flaky or elsewhere")[1]
     assert run("--lane", "gpu")[1].splitlines()[-1].startswith("1 passed")
     code, said = run("-k", "flaky", "--part", "1/1000")
-    assert (code, "66 deselected" in said, "part 1 of 1000" in said) == (0, True, True), said
+    assert (code, "67 deselected" in said, "part 1 of 1000" in said) == (0, True, True), said
     code, said = run("--deadline", str(time.time() - 1))
     assert code == 0, said
-    assert "the deadline left out 65 tests" in said
+    assert "the deadline left out 66 tests" in said
     assert "test_it.py::test_many[17]" in said
     assert run("-k", "flaky", "--deadline", str(time.time() + 3600))[0] == 1
     assert run("-k", "flaky", "--deadline", str(time.time() + 3600), "--reruns", "1")[0] == 0

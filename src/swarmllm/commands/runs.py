@@ -29,7 +29,7 @@ def _run_as_text(run: RunSummary) -> str:
     done = 0 if run.round is None else run.round + 1
     rounds, homes = f"{done} round{'s' * (done != 1)}", f"{count} home{'s' * (count != 1)} in the last one"
     head = f"{run.directory}: {rounds}, {homes}, {run.tokens:,} tokens"
-    rows = [("home", "rounds", "tokens", "shortened", "loss", "", "common texts", "")]
+    rows: list[tuple[str, ...]] = [("home", "rounds", "tokens", "shortened", "loss", "", "common texts", "")]
     for home in sorted(run.homes.values(), key=lambda home: home.name):
         sums = (str(home.rounds), f"{home.tokens:,}", str(home.shortened))
         rows.append((printable(home.name), *sums, *_curve(home.losses), *_curve(home.own_losses)))

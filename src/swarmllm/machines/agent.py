@@ -11,6 +11,7 @@ are noted in the state directory, so that a machine goes on after a crash with t
 
 import asyncio
 import logging
+import math
 import shutil
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -37,8 +38,8 @@ from swarmllm.machines.decisions import (
     next_steps,
     span_bytes,
 )
-from swarmllm.machines.downloads import Hub
 from swarmllm.machines.hosting import Hosting, Hostings
+from swarmllm.machines.hub import Hub
 from swarmllm.machines.membership import (
     JOIN_PROTOCOL,
     SECOND_LOOK_S,
@@ -46,6 +47,7 @@ from swarmllm.machines.membership import (
     Membership,
     find_membership,
     join_open_swarm,
+    note_membership,
 )
 from swarmllm.machines.models import SwarmModels
 from swarmllm.machines.offers import (
@@ -58,6 +60,7 @@ from swarmllm.machines.offers import (
 )
 from swarmllm.machines.picture import View, catalogue, picture, preview
 from swarmllm.machines.records import (
+    LAST_NUMBER,
     MAX_HOSTED,
     MAX_WANTED,
     Command,
@@ -68,12 +71,13 @@ from swarmllm.machines.records import (
     newest,
     sign_command,
 )
+from swarmllm.machines.reunion import Reunion
 from swarmllm.machines.settings import MachineConfig
-from swarmllm.machines.state import StateDirectory
+from swarmllm.machines.state import NUM_KEPT_COMMANDS, StateDirectory
 from swarmllm.machines.weights import Giver, Progress, WeightStore
-from swarmllm.network.p2p.addresses import best_addrs, check_port_is_free
+from swarmllm.network.p2p.addresses import best_addrs, check_port_is_free, is_loopback
 from swarmllm.network.p2p.block_directory import BlockDirectory, Register, machines_key
-from swarmllm.network.p2p.discovery import LanAnnouncement, find_machines, initial_peers_of, lan_addresses
+from swarmllm.network.p2p.discovery import HERE_FILE, LanAnnouncement, lan_addresses
 from swarmllm.network.p2p.identity import Identity
 from swarmllm.network.p2p.peer import Peer
 from swarmllm.network.relay.service import RelayRules
@@ -104,8 +108,6 @@ SPARE_BYTES = 64 << 20
 """More memory for each server: pages of prompts, adapters, scratch."""
 CATALOGUE_S = 60.0
 """Seconds for which a list of models counts: making one reads their configs."""
-RECOVER_S = 20.0
-"""Seconds between two looks for other members on the local network, while there are none."""
 
 
 @dataclass(frozen=True)
@@ -147,19 +149,22 @@ class Agent:
         self._seen_at: dict[str, float] = {}
         commands = state.commands()
         self._commands = [one for one in commands if one.is_valid(swarm.swarm_id)]
-        self._command = newest(self._commands, swarm.swarm_id)
+        self._command = newest(self._commands, swarm.swarm_id, time.time())
         noted = [one for one in _read_targets(state) if any(one.manifest == each.manifest for each in self.wanted)]
         self._decider = Decider(noted)
         self._decision = Decision({}, tuple(noted))
         self._hostings = Hostings(self._fetch, self._server_config, self._note_change)
         self._register = Register(peer, machines_key(swarm.swarm_id), MachineRecord)
         directory = BlockDirectory(peer, swarm.swarm_id)
+        self._reunion = Reunion(peer, swarm.swarm_id, on_lan=config.lan_discovery)
         self._models = SwarmModels(self._store, directory, self._givers, self._note_change)
         self._published: tuple[MachineRecord, float] | None = None
         self._round_trips: dict[str, float] = {}
         self._listed: tuple[float, list[Entry]] | None = None
         """The catalogue of this machine, and when it was made."""
         self._look_now = asyncio.Event()
+        self._told: dict[str, Any] = {}
+        """What programs on this machine were told."""
         self._doorkeeper = Doorkeeper(swarm)
         self._lan = LanAnnouncement(
             peer.peer_id,
@@ -192,8 +197,8 @@ class Agent:
             return await join_open_swarm(partial(_asking_peer, config, state), config.name)
 
         found = await find_membership(state, join, invite=invite, private=config.private, name=config.name)
+        agent = await cls._begin(config, state, found, identity)
         is_new = not found.initial_peers and not state.commands() and found.is_open and config.lan_discovery
-        agent = cls(config, state, found, await _member_peer(config, state, found), identity)
         try:
             agent._doorkeeper.is_settled = not is_new
             await agent._open_doors()
@@ -201,15 +206,26 @@ class Agent:
                 other = await agent._look_for_an_older_swarm()
                 if other is not None:
                     await agent.close()
-                    state.enter_swarm(other.key, name=other.name, is_open=other.is_open)
-                    peer = await _member_peer(config, state, other)
-                    agent = cls(config, state, other, peer, identity)
+                    agent = await cls._begin(config, state, other, identity)
                     await agent._open_doors()
             agent._doorkeeper.is_settled = True
         except BaseException:
             await agent.close()
             raise
         return agent
+
+    @classmethod
+    async def _begin(
+        cls, config: MachineConfig, state: StateDirectory, swarm: Membership, identity: Identity
+    ) -> "Agent":
+        """Join the swarm, and only then note it: a machine that can't start stays in the swarm where it was."""
+        peer = await _member_peer(config, state, swarm)
+        try:
+            note_membership(state, swarm)
+            return cls(config, state, swarm, peer, identity)
+        except BaseException:
+            await peer.close()
+            raise
 
     async def _open_doors(self) -> None:
         """Let other machines in, and let members take weights.
@@ -247,15 +263,17 @@ class Agent:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._watch_daemon(), name="watch the daemon")
             tasks.create_task(self._measure(), name="measure this machine")
-            tasks.create_task(self._recover(), name="look for members")
+            tasks.create_task(self._reunion.look_forever(), name="look for members")
             tasks.create_task(self._look_forever(), name="look at the swarm")
             tasks.create_task(self._measure_round_trips(), name="measure round trips")
 
     async def close(self) -> None:
         """End the servers politely, withdraw the record, leave the swarm."""
+        self._state.remove(HERE_FILE)
         self._models.close()
         await self._lan.end()
         await self._hostings.close()
+        await self._store.close()
         if self._published is not None:
             with suppress(SwarmError, TimeoutError):
                 async with asyncio.timeout(1.0):
@@ -269,15 +287,6 @@ class Agent:
     async def _measure(self) -> None:
         self.offer = await in_background(partial(measure_offer, self.config, self._state))
         self._note_change()
-
-    async def _recover(self) -> None:
-        """Look for the swarm's members on the local network while this machine knows none: addresses may change."""
-        while self.config.lan_discovery and lan_addresses(self.peer.addrs)[0]:
-            await asyncio.sleep(RECOVER_S)
-            if self.peer.is_alone:
-                found = await find_machines(lambda peer: peer.fingerprint == self.swarm.swarm_id)
-                ours = [peer for peer in found if peer.fingerprint == self.swarm.swarm_id]
-                self.peer.join_by(initial_peers_of(ours))
 
     async def _measure_round_trips(self) -> None:
         """Measure the round trips to the machines that were measured the longest time ago, again and again."""
@@ -310,7 +319,8 @@ class Agent:
     async def _look_once(self, now: float) -> None:
         """Read, follow the newest command, decide, act, publish."""
         await self._read_records(now)
-        self._follow(newest((self._command, *(one.command for one in self.records.values())), self.swarm.swarm_id))
+        commands = (self._command, *(one.command for one in self.records.values()))
+        self._follow(newest(commands, self.swarm.swarm_id, time.time()))
         sessions = await self._models.look_at_servers()
         for hosting in self._hostings.running.values():
             hosting.count_sessions(sessions.get(hosting.peer_id), now)
@@ -319,7 +329,21 @@ class Agent:
         if self._decision.targets != before.targets:
             self._state.write("hosted.json", [_as_json(one) for one in self._decision.targets])
         self._act(now)
+        await self._store.need({*self._models.wanted, *self._models.left})
         await self._publish(now)
+        self._tell_programs_here()
+
+    def _tell_programs_here(self) -> None:
+        """Note how clients on this machine reach the swarm (`discovery.SwarmHere`)."""
+        models = {one.fingerprint: one.wanted.name for one in self._models.wanted.values() if one.fingerprint}
+        swarm, peers = self.swarm, list(self.peer.join_maddrs)
+        told = {
+            "name": swarm.name or swarm.swarm_id[-8:], "swarm_name": swarm.swarm_id, "initial_peers": peers,
+            "models": models,
+        }  # fmt: skip
+        if told != self._told:
+            self._state.write(HERE_FILE, told)
+            self._told = told
 
     async def _read_records(self, now: float) -> None:
         found = await self._register.read()
@@ -334,6 +358,7 @@ class Agent:
             if now - self._seen_at[peer_id] < FORGET_S:
                 members[peer_id] = self.records[peer_id]
         if members != self.records:
+            self._reunion.note(self.records, members, now)
             self.records = members
             addresses = [f"{addr}/p2p/{peer_id}" for peer_id, one in members.items() for addr in one.addrs[:2]]
             if addresses:
@@ -347,12 +372,12 @@ class Agent:
 
     def _follow(self, command: Command | None) -> None:
         """Adopt a newer command."""
-        if command is None or command == self._command:
+        if command is None or (self._command is not None and command.rank() <= self._command.rank()):
             self._keep_models()
             return
         logger.info("command %d of %s: %s", command.number, self._name_of(command.given_by), command.what)
         self._state.note_command(command)
-        self._commands.append(command)
+        self._commands = [*self._commands, command][-NUM_KEPT_COMMANDS:]  # for people: only the newest one counts
         self._command = command
         self._keep_models()
         self._note_change()
@@ -475,6 +500,7 @@ class Agent:
             addrs=best_addrs(self.peer.addrs),
             memory_bytes=offer.memory_bytes,
             disk_left_bytes=_disk_left(self._state.path),
+            kept_bytes=self._store.kept_bytes,
             bytes_per_s=offer.bytes_per_s,
             format_bytes_per_s=offer.format_bytes_per_s,
             ms_per_block=offer.ms_per_block,
@@ -495,7 +521,7 @@ class Agent:
             for one in self._decision.targets
             if one not in self._hostings.running and one.manifest not in failed
         )
-        return (*found, *waiting)[:MAX_HOSTED]
+        return (*self._models.failures(), *found, *waiting)[:MAX_HOSTED]
 
     def _note_change(self) -> None:
         self.changed.set()
@@ -510,7 +536,8 @@ class Agent:
     def invite(self) -> str:
         """The word that makes another machine a member."""
         others = [f"{addr}/p2p/{peer_id}" for peer_id, one in self.records.items() for addr in one.addrs[:1]]
-        return str(self.swarm.invite([*self.peer.join_maddrs, *others]))
+        known = [*self.peer.join_maddrs, *others]
+        return str(self.swarm.invite([maddr for maddr in known if not is_loopback(maddr)] or known))
 
     def offered(self) -> list[Offered]:
         """The wanted models, as clients use them."""
@@ -564,12 +591,13 @@ class Agent:
         return await self._give(kept, f"drop {name}")
 
     async def _give(self, wanted: tuple[Wanted, ...], what: str) -> dict[str, Any]:
-        number = self._command.number + 1 if self._command is not None else 1
-        command = Command(
-            number=number, given_at=time.time(), given_by=self.peer.peer_id, wanted=wanted, what=what[:200]
-        )
+        number, given_at = 1, time.time()
+        if (before := self._command) is not None:
+            number = min(before.number + 1, LAST_NUMBER)
+            given_at = max(given_at, math.nextafter(before.given_at, math.inf))
+        command = Command(number=number, given_at=given_at, given_by=self.peer.peer_id, wanted=wanted, what=what[:200])
         signed = sign_command(command, self.swarm.key, self._identity)
-        self._follow(newest((self._command, signed), self.swarm.swarm_id))
+        self._follow(signed)
         self._look_now.set()
         return {"number": number, "what": what, "wanted": [one.model_dump() for one in wanted]}
 

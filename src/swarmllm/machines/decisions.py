@@ -230,12 +230,16 @@ class Decider:
         self._commands: dict[str, int] = {}
         """Number of the command at which the target of each model was chosen."""
         self._proposals: dict[str, _Proposal] = {}
+        self._command = 0
+        """Number of the command of the last look."""
         self._moves: deque[float] = deque()
         self._progress = Progress()
         self._planned: tuple[Facts, frozenset[str], dict[str, Plan | None]] | None = None
 
     def look(self, facts: Facts, now: float) -> Decision:
         """Look at the swarm. Call it every few seconds."""
+        if facts.command != self._command:  # whoever gave it may have mended a machine before
+            self._command, self._progress = facts.command, Progress()
         left_out = self._progress.left_out(now)
         if self._planned is None or self._planned[:2] != (facts, left_out):
             self._planned = facts, left_out, plan_models(facts, left_out)

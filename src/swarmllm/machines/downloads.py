@@ -13,7 +13,7 @@ import asyncio
 import hashlib
 import logging
 from collections import deque
-from collections.abc import Callable, Container, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -31,8 +31,8 @@ from swarmllm.errors import (
     WeightsError,
 )
 from swarmllm.machines.holdings import PartialModel
+from swarmllm.machines.hub import Hub
 from swarmllm.models.checkpoint.manifest import MAX_MANIFEST_BYTES, MAX_PIECE_BYTES, Manifest, Pieces
-from swarmllm.models.checkpoint.sources import hub_range
 from swarmllm.network.p2p.peer import Peer
 from swarmllm.network.wire.messages import WeightsHeader, WeightsResult, parse
 from swarmllm.network.wire.protocol import FrameStream, MessageType, hello, raise_error, send_error
@@ -93,29 +93,6 @@ class Progress:
     bytes_from_hub: int = 0
     problem: str = ""
     """Why nothing comes at present, for people; empty: it goes on."""
-
-
-@dataclass(frozen=True)
-class Hub:
-    """The hub of huggingface_hub's settings (HF_ENDPOINT)."""
-
-    token: str | None = None
-
-    def read(self, manifest: Manifest, path: str, start: int, num_bytes: int) -> Iterator[bytes]:
-        """Bytes of a file of the model's commit, piece by piece, from the first byte of a piece on.
-
-        Raises:
-            ConfigurationError: they can't be had.
-        """
-        folder, size = f"{manifest.folder}/" if manifest.folder else "", manifest.piece_bytes
-        piece = bytearray()
-        for chunk in hub_range(manifest.repository, manifest.commit, folder + path, start, num_bytes, token=self.token):
-            piece += chunk
-            while len(piece) >= size:
-                yield bytes(piece[:size])
-                del piece[:size]
-        if piece:
-            yield bytes(piece)
 
 
 class Counted:
@@ -370,6 +347,8 @@ class Download:
         self._attention = asyncio.Event()
         self._failed_at: dict[str, float] = {}
         self._greeted: set[str] = set()
+        self.given: dict[int, str] = {}
+        """Piece → peer id of the machine that gave it."""
         self._writing = 0
         """Pieces, and runs of pieces of the hub, that are being written."""
         self._alone = self._ended = False
@@ -509,7 +488,7 @@ class Download:
             elif data is None:
                 peer.has[piece] = False
                 self._released(piece)
-            elif not await self._arrived(piece, data):
+            elif not await self._arrived(piece, data, link.peer_id):
                 raise CorruptWeightsError(f"piece {piece} of {self._model.manifest.name} isn't what its digest says")
 
     def _next(self, peer: PeerPieces, asked: Container[int]) -> int | None:
@@ -527,7 +506,7 @@ class Download:
         self._asked_at.pop(piece, None)
         self._under_way[piece] = False
 
-    async def _arrived(self, piece: int, data: bytes | bytearray) -> bool:
+    async def _arrived(self, piece: int, data: bytes | bytearray, giver: str) -> bool:
         """Verify, write and count a piece. False: it is wrong."""
         self._writing += 1
         was_missing = not self._model.held[piece]  # it may have come from elsewhere
@@ -543,7 +522,9 @@ class Download:
             self._board.notify()
             if self._failure is not None or not self._missing.any():
                 self._attention.set()
-        self._counted.from_machines += len(data) if was_missing else 0
+        if was_missing:
+            self._counted.from_machines += len(data)
+            self.given[piece] = giver
         self._arrived_at, self._problem = self._now(), ""
         self._tell()
         return True

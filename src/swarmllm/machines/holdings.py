@@ -3,6 +3,9 @@
     <store>/<digest>/<directory of the model>/    a partial directory (`models/checkpoint/manifest`)
     <store>/local/                                 manifests of models elsewhere on this machine, with their samples
 
+The pieces of models that nobody needs any more stay for a later command, up to `LEFTOVERS_SHARE` of the room, and until
+another model needs it. Then the ones go first that nobody has needed for the longest time (`surplus`).
+
 Calls block, and are made in threads. Several threads may write pieces of one model at a time.
 """
 
@@ -11,6 +14,8 @@ import hashlib
 import os
 import shutil
 import threading
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +24,22 @@ from swarmllm.data_structures import Span, size_in_words
 from swarmllm.errors import WeightsError
 from swarmllm.files import replaced
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
-from swarmllm.models.checkpoint.manifest import MANIFEST, SAMPLES, Manifest, Marks, Pieces, unpack_samples
-from swarmllm.models.checkpoint.pieces import SharedModel, needed_pieces
+from swarmllm.models.checkpoint.manifest import (
+    MANIFEST,
+    MARKS,
+    SAMPLES,
+    SYNCED,
+    Manifest,
+    Marks,
+    Pieces,
+    unpack_samples,
+)
+from swarmllm.models.checkpoint.pieces import HubFile, SharedModel, needed_pieces
 
 LEFT_BYTES = 256 << 20
 """Assumed: the disk keeps this much for others."""
+LEFTOVERS_SHARE = 0.25
+"""Most room on the disk for pieces that nobody needs, as a share of theirs and what is free."""
 FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 
 
@@ -95,7 +111,8 @@ class PartialModel(Holding):
             OSError: it can't be made or read.
         """
         super().__init__(manifest)
-        self.directory = store / manifest.digest / manifest.directory
+        self.top = store / manifest.digest
+        self.directory = self.top / manifest.directory
         self.directory.mkdir(parents=True, exist_ok=True)
         if not (self.directory / MANIFEST).exists():  # first of all: with it the directory counts as a partial one
             with replaced(self.directory / MANIFEST) as beside:
@@ -145,7 +162,32 @@ class PartialModel(Holding):
         """Raise WeightsError if the disk has no room for these pieces."""
         missing = self.manifest.num_bytes(wanted & ~self.held)
         if missing and shutil.disk_usage(self.directory).free < missing + LEFT_BYTES:
-            raise self._no_room()
+            full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise self._failed(full) from full
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the pieces that are here."""
+        return self.manifest.num_bytes(self.held)
+
+    def used_at(self) -> float:
+        """Time of the last `note_use`, or of the first piece, in seconds since 1970."""
+        try:
+            return self.top.stat().st_mtime
+        except OSError:
+            return 0.0
+
+    def remove(self) -> None:
+        """Delete everything of this model, and nothing that somebody else has put there."""
+        names = [file.name for file in self.manifest.files]
+        for name in (MARKS, SYNCED, *names, MANIFEST):  # without marks, none of the rest counts
+            with suppress(OSError):
+                (self.directory / name).unlink()
+        directory = self.directory
+        with suppress(OSError):  # it isn't empty
+            while directory != self.top.parent:
+                directory.rmdir()
+                directory = directory.parent
 
     @property
     def is_unsure(self) -> bool:
@@ -173,29 +215,42 @@ class PartialModel(Holding):
                     wrong.append(piece)
             if wrong:
                 self._marks.remove(wrong)
-            if self._marks.unsure:
-                self._sync()
+        if self._marks.unsure:
+            self._sync()
 
-    def drop_wrong_files(self) -> list[str]:
-        """Compare files that are whole now with the hub's digests, and drop the pieces of those that differ.
+    def digest_of(self, piece: int) -> bytes | None:
+        """SHA-256 of a piece that is here."""
+        return self._marks.digests.get(piece)
+
+    def is_right(self, piece: int) -> bool:
+        """True if the whole file of this piece was compared with the hub's digest."""
+        return self.manifest.place(piece).file.name in self._right
+
+    def wrong_files(self, files: Mapping[str, HubFile]) -> Pieces:
+        """Compare files that are whole now with the hub's digests. Returns the pieces of those that differ.
 
         Raises:
-            OSError: they can't be read, or the result can't be written.
+            OSError: they can't be read.
         """
-        wrong = []
+        wrong = self.manifest.none()
         for file in self.manifest.files:
             pieces = self.manifest.pieces_of([(file.name, 0, file.size)])
-            if file.digests or not file.sha256 or file.name in self._right or not self.held[pieces].all():
+            if file.name not in files or file.name in self._right or not self.held[pieces].all():
                 continue
-            with (self.directory / file.name).open("rb") as opened:
-                digest = hashlib.file_digest(opened, "sha256").hexdigest()
-            if digest == file.sha256:
+            if files[file.name].is_at(self.directory / file.name):
                 self._right.add(file.name)
-                continue
-            with self._lock:
-                self._marks.remove(np.flatnonzero(pieces).tolist())
-            wrong.append(file.name)
+            else:
+                wrong |= pieces
         return wrong
+
+    def drop(self, pieces: Pieces) -> None:
+        """Forget pieces that are wrong.
+
+        Raises:
+            OSError: the marks can't be written.
+        """
+        with self._lock:
+            self._marks.remove(np.flatnonzero(pieces).tolist())
 
     def sync(self) -> None:
         """Wait until all pieces are on the disk.
@@ -204,16 +259,18 @@ class PartialModel(Holding):
             WeightsError: the disk is full, or fails.
         """
         try:
-            with self._lock:
-                self._sync()
+            self._sync()
         except OSError as error:
             raise self._failed(error) from error
 
     def _sync(self) -> None:
+        with self._lock:
+            marked = self._marks.state
         for file in self.manifest.files:
             with (self.directory / file.name).open("rb") as opened:
                 os.fsync(opened.fileno())
-        self._marks.synced()
+        with self._lock:  # pieces that came meanwhile may be in memory only
+            self._marks.synced(marked)
 
     def needed(self, span: Span | None, *, client: bool) -> Pieces:
         """The pieces of blocks or a client. Those that every machine needs must be here.
@@ -245,11 +302,38 @@ class PartialModel(Holding):
         return WeightsError(f"{self.directory} can't be used: {error.strerror or error}")
 
     def _no_room(self) -> WeightsError:
-        missing = size_in_words(shutil.disk_usage(self.directory).free)
+        free, left = size_in_words(shutil.disk_usage(self.directory).free), size_in_words(LEFT_BYTES)
         return WeightsError(
-            f"the disk of {self.directory} is too full for {self.manifest.name} ({missing} are free): free some space, "
-            "and loading goes on where it stopped"
+            f"the disk of {self.directory} is too full for {self.manifest.name} ({free} are free, and {left} stay "
+            "free): free some space, and loading goes on where it stopped"
         )
+
+
+def is_full(error: WeightsError) -> bool:
+    """True if the reason is a full disk."""
+    return isinstance(error.__cause__, OSError) and error.__cause__.errno in FULL
+
+
+def note_use(models: Iterable[PartialModel]) -> None:
+    """Note that somebody needs these models now, or did until now."""
+    for model in models:
+        with suppress(OSError):
+            os.utime(model.top)
+
+
+def surplus(leftovers: Iterable[PartialModel], store: Path) -> list[PartialModel]:
+    """The models that must go, so that those that nobody needs have no more than their share of the room."""
+    by_age = sorted(leftovers, key=PartialModel.used_at)
+    if not by_age:
+        return []
+    kept = sum(model.held_bytes for model in by_age)
+    most = LEFTOVERS_SHARE * (kept + shutil.disk_usage(store).free)
+    found = []
+    for model in by_age:
+        if kept > most:
+            found.append(model)
+            kept -= model.held_bytes
+    return found
 
 
 def _read(path: Path, start: int, num_bytes: int) -> bytes:

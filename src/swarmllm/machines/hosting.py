@@ -3,8 +3,8 @@
 Used by the agent, which decides what to start and to end (`decisions.next_steps`). The life of one server:
 
     waiting    nobody gives its weights yet
-    fetching   they are on their way
-    loading    the process has started, and reads them
+    fetching   they are on their way; the process has started, and imports what it needs
+    loading    it reads them
     online     it serves; if the process ends by itself, it starts again
     failed     it ended before it was online; the machine says so for a while, and the others plan without it
 """
@@ -15,6 +15,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from swarmllm.data_structures import printable
@@ -163,12 +164,8 @@ class Hostings:
     async def _run(self, one: Hosting) -> None:
         try:
             while True:
-                place = await self._fetch(one)
-                one.state, one.problem = "loading", ""
-                self._changed()
                 lines = _LastLine()
-                config = self._settings(one, place)
-                code = await run_server_process(config, lambda line: self._on_output(one, line), lines.add)
+                code = await run_server_process(partial(self._fetched, one), partial(self._on_output, one), lines.add)
                 if one.state != "online":
                     raise SwarmError(lines.text or f"its server ended with exit code {code}")
                 logger.warning("the server of blocks %s ended (exit code %d): it starts again", one.target.span, code)
@@ -180,11 +177,19 @@ class Hostings:
                 del self.running[one.target]
             self._changed()
 
+    async def _fetched(self, one: Hosting) -> ServerConfig:
+        """Bring the weights here; the process, which has started, gets these settings then."""
+        place = await self._fetch(one)
+        one.state, one.problem = "loading", ""
+        self._changed()
+        return self._settings(one, place)
+
     def _on_output(self, one: Hosting, line: str) -> None:
-        logger.info("%s", line)
         if match := _SERVING.match(line):
             one.peer_id = match[1]
-        elif JOIN_LINE.match(line):
+        if not JOIN_LINE.match(line):  # these addresses are of no use without the swarm's name
+            logger.info("%s", line)
+        else:
             one.state, one.problem = "online", ""
             one.done_bytes = one.total_bytes
             self._failures.pop(one.target.manifest, None)

@@ -1,6 +1,7 @@
 """Become a member of a swarm of machines: by an invite, by joining one of the local network, or by founding one.
 
-`find_membership` decides at the start of `swarmllm up`:
+`find_membership` decides at the start of `swarmllm up`, and `note_membership` writes that down once nothing can refuse
+the machine any more:
 
     an invite is given        its swarm
     the state directory       the swarm in which this machine was before
@@ -91,6 +92,8 @@ def read_membership(invite: Invite) -> Membership:
             "copy the word from `swarmllm up` or from its page"
         )
     key = key_of_hex(invite.member_key)
+    if not invite.initial_peers:
+        raise ConfigurationError("the invite has no addresses of other machines: copy a new one from a machine's page")
     if invite.swarm_name != key.peer_id:
         raise ConfigurationError("the invite is damaged: its key belongs to another swarm; copy the whole word again")
     return Membership(key, "", is_open=False, initial_peers=invite.initial_peers)
@@ -104,32 +107,42 @@ async def find_membership(
     private: bool,
     name: str,
 ) -> Membership:
-    """Enter a swarm, as the table above says, and note it in the state directory.
+    """Choose a swarm, as the table above says. The state directory stays as it is.
 
     Args:
         join: joins a swarm of the local network, if there is one.
         name: of a new swarm, for people.
 
     Raises:
-        ConfigurationError: the invite is of no use, or the state directory can't be written.
+        ConfigurationError: the invite is of no use, or this machine can't found a private swarm.
+    """
+    if invite is not None:
+        return read_membership(invite)
+    if (before := state.swarm_key()) is not None:
+        said = state.read("swarm.json", {})
+        if private and not (said.get("name") and said.get("open") is False):  # a guest of a swarm knows no name of it
+            swarm = printable(str(said.get("name") or before.peer_id[-8:]))
+            raise ConfigurationError(
+                f"this machine is in the swarm {swarm} already, and didn't found it with --private: leave --private "
+                f"out, or remove {state.swarm_key_path} first, to leave that swarm"
+            )
+        known = tuple(one for one in state.read("peers.json", []) if isinstance(one, str))
+        return Membership(before, str(said.get("name", "")), said.get("open") is True, known)
+    return (None if private else await join()) or Membership(Identity.generate(), name, is_open=not private)
+
+
+def note_membership(state: StateDirectory, swarm: Membership) -> None:
+    """Note the swarm in the state directory. What it held about another swarm is forgotten.
+
+    Raises:
+        ConfigurationError: it can't be written.
     """
     before = state.swarm_key()
-    if invite is not None:
-        found = read_membership(invite)
-        if before is not None and before.peer_id != found.swarm_id:
-            logger.warning(
-                "this machine leaves the swarm %s, because the invite is to another one", before.peer_id[-8:]
-            )
-    elif before is not None:
-        said = state.read("swarm.json", {})
-        known = tuple(one for one in state.read("peers.json", []) if isinstance(one, str))
-        return Membership(before, str(said.get("name", "")), said.get("open") is True and not private, known)
-    else:
-        found = (None if private else await join()) or Membership(Identity.generate(), name, is_open=not private)
-    state.enter_swarm(found.key, name=found.name, is_open=found.is_open)
-    if found.initial_peers:
-        state.write("peers.json", list(found.initial_peers))
-    return found
+    if before is not None and before.peer_id != swarm.swarm_id:
+        logger.warning("this machine leaves the swarm %s for %s", before.peer_id[-8:], swarm.swarm_id[-8:])
+    state.enter_swarm(swarm.key, name=swarm.name, is_open=swarm.is_open)
+    if swarm.initial_peers:
+        state.write("peers.json", list(swarm.initial_peers))
 
 
 async def join_open_swarm(

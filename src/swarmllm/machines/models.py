@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from swarmllm.config import default_cache_dir
-from swarmllm.data_structures import ServerInfo, ServerState
-from swarmllm.errors import ConfigurationError, SwarmError
-from swarmllm.files import user_path
+from swarmllm.config import default_cache_dir, require_model_name
+from swarmllm.data_structures import ServerInfo, ServerState, printable
+from swarmllm.errors import ConfigurationError, SwarmError, WeightsError
+from swarmllm.files import existing_path
 from swarmllm.machines.catalogue import Entry, entry_of, known_checkpoint, known_models, models_to_list
 from swarmllm.machines.decisions import is_covered
-from swarmllm.machines.records import Command, Wanted
+from swarmllm.machines.records import Command, Hosted, Wanted
 from swarmllm.machines.weights import Giver, WeightStore
 from swarmllm.network.p2p.block_directory import BlockDirectory
 from swarmllm.server.downloads import in_background
@@ -37,6 +37,8 @@ class Model:
     place: Path | None = None
     """With the client's part."""
     problem: str = ""
+    is_failure: bool = False
+    """True if this machine can't have the model, as when its disk is full; false if nobody gives it yet."""
     learning: "asyncio.Task[None] | None" = None
     preparing: "asyncio.Task[Path] | None" = None
     servers: tuple[ServerInfo, ...] = ()
@@ -104,11 +106,19 @@ class SwarmModels:
         try:
             place = await self._fetch(model.wanted.manifest, client=False)
             entry, model.fingerprint = await in_background(partial(_sizes_and_fingerprint, model.wanted.name, place))
-            model.entry, model.problem = entry, entry.problem
+            model.entry, model.problem, model.is_failure = entry, entry.problem, False
         except SwarmError as error:
-            model.problem = str(error)
+            model.problem, model.is_failure = str(error), isinstance(error, WeightsError)
             await asyncio.sleep(LEARN_AGAIN_S)
         self._changed()
+
+    def failures(self) -> tuple[Hosted, ...]:
+        """For the record: wanted models that this machine can't have. Their sizes aren't known."""
+        return tuple(
+            Hosted(manifest=manifest, start=0, end=1, state="failed", problem=printable(model.problem)[:200])
+            for manifest, model in self.wanted.items()
+            if model.is_failure
+        )
 
     async def _fetch(self, digest: str, *, client: bool) -> Path:
         """Bring the client's part of a model here, or only its config."""
@@ -193,10 +203,15 @@ def _cancel(model: Model) -> None:
 
 
 def place_of(model: str) -> str | None:
-    """The place of a model on this machine: the path itself, or that of a name of the catalogue."""
+    """The place of a model on this machine: the path itself, or that of a name of the catalogue.
+
+    Raises:
+        ConfigurationError: nothing can have this name.
+    """
+    require_model_name(model)
     if model in (known := dict(models_to_list(()))):
         return known[model]
-    return model if user_path(model).exists() else None
+    return model if existing_path(model) is not None else None
 
 
 def named_entry(model: str) -> tuple[str, Entry]:

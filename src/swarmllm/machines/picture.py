@@ -11,7 +11,7 @@ from typing import Any
 from swarmllm.data_structures import Span
 from swarmllm.errors import ConfigurationError
 from swarmllm.machines.catalogue import NEAR, Entry, Machines, answer
-from swarmllm.machines.decisions import Facts, links_of, machine_of, plan_models, present_plan, span_bytes
+from swarmllm.machines.decisions import Facts, has_failed, links_of, machine_of, plan_models, present_plan, span_bytes
 from swarmllm.machines.hosting import Hosting
 from swarmllm.machines.membership import Membership
 from swarmllm.machines.models import Model, SwarmModels, named_entry
@@ -87,6 +87,7 @@ def _machine(view: View, record: MachineRecord, names: Mapping[str, str]) -> dic
         "memory_bytes": record.memory_bytes,
         "used_bytes": sum(_used_bytes(view, one) for one in record.hosted),
         "disk_left_bytes": record.disk_left_bytes,
+        "kept_bytes": record.kept_bytes,
         "page": record.page,
         "round_trip_ms": view.round_trips.get(peer_id),
         "hosted": [
@@ -111,11 +112,15 @@ def _model(view: View, manifest: str, model: Model) -> dict[str, Any]:
     plan, sizes = view.plans.get(manifest), model.sizes
     state, missing = _state_of(view, manifest, model), 0
     if state == "does not fit" and sizes is not None:
-        missing = missing_bytes(view.machines.machines, sizes)
+        able = [one for one in view.facts.records.values() if not has_failed(one, manifest)]
+        missing = missing_bytes([machine_of(one, one.memory_bytes) for one in able], sizes)
     problem = model.problem
     if not problem and state != "ready":
-        said = (one for record in view.facts.records.values() for one in record.hosted)
-        problem = next((one.problem for one in said if one.manifest == manifest and one.problem), "")
+        said = ((peer_id, one) for peer_id, record in view.facts.records.items() for one in record.hosted)
+        told = (
+            f"{view.names[peer_id]}: {one.problem}" for peer_id, one in said if one.manifest == manifest and one.problem
+        )
+        problem = next(told, "")
     return {
         "name": model.wanted.name,
         "manifest": manifest,

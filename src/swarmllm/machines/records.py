@@ -6,7 +6,7 @@ counts only with the swarm key's signature of its peer id, and a `Command` only 
 
 A command doesn't say what to change. It lists all models that the swarm should serve from now on. So a command that
 comes twice, late or out of order harms nothing: each machine follows the newest one that it has seen, and passes it on
-in its own record. Of two commands with the same number, all machines choose the same one.
+in its own record. The time at which it was given decides, and all machines choose the same one of two at once.
 """
 
 import hashlib
@@ -21,6 +21,9 @@ from swarmllm.network.p2p.identity import Identity, verify
 
 MAX_WANTED = 4
 """Most models that a swarm serves at a time. A command must fit into a record of the DHT."""
+LAST_NUMBER = 1 << 53
+MOST_AHEAD_S = 60.0
+"""Most seconds that a command may be ahead of this machine's clock. The DHT refuses clocks that differ by 3 s."""
 MAX_HOSTED = 8
 MAX_GIVEN = 16
 
@@ -46,10 +49,10 @@ class Wanted(PeerModel):
 class Command(PeerModel):
     """All models that the swarm should serve from now on, and who said so."""
 
-    number: Annotated[int, Field(ge=1, le=1 << 53)]
-    """One more than that of the command before."""
+    number: Annotated[int, Field(ge=1, le=LAST_NUMBER)]
+    """One more than that of the command before; for people."""
     given_at: Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]
-    """Seconds since 1970 by the clock of the machine that gave it; for people."""
+    """Seconds since 1970 by the clock of the machine that gave it, but later than the command before."""
     given_by: PeerId
     wanted: Annotated[tuple[Wanted, ...], Field(max_length=MAX_WANTED)]
     what: Annotated[PeerText, Field(max_length=200)] = ""
@@ -71,9 +74,9 @@ class Command(PeerModel):
             self.given_by, bytes.fromhex(self.giver), signed
         )
 
-    def rank(self) -> tuple[int, bytes]:
+    def rank(self) -> tuple[float, int, bytes]:
         """Order of commands, the newest last; the same on all machines."""
-        return self.number, hashlib.sha256(self.signed_bytes()).digest()
+        return self.given_at, self.number, hashlib.sha256(self.signed_bytes()).digest()
 
 
 def sign_command(command: Command, swarm_key: Identity, own: Identity) -> Command:
@@ -82,9 +85,16 @@ def sign_command(command: Command, swarm_key: Identity, own: Identity) -> Comman
     return command.model_copy(update={"member": swarm_key.sign(signed).hex(), "giver": own.sign(signed).hex()})
 
 
-def newest(commands: Iterable[Command | None], swarm_id: str) -> Command | None:
-    """The newest valid command; None: there is none."""
-    valid = (command for command in commands if command is not None and command.is_valid(swarm_id))
+def newest(commands: Iterable[Command | None], swarm_id: str, now: float) -> Command | None:
+    """The newest valid command; None: there is none. `now`: seconds since 1970.
+
+    Commands of the future don't count, so no member can give one that all later ones come before.
+    """
+    valid = (
+        command
+        for command in commands
+        if command is not None and command.given_at <= now + MOST_AHEAD_S and command.is_valid(swarm_id)
+    )
     return max(valid, key=Command.rank, default=None)
 
 
@@ -119,6 +129,8 @@ class MachineRecord(PeerModel):
     memory_bytes: Bytes = 0
     """Memory offered for blocks and caches, used or not."""
     disk_left_bytes: Bytes = 0
+    kept_bytes: Bytes = 0
+    """Bytes of weights on its disk that nobody needs at present. They go when their room is needed."""
     bytes_per_s: Speed = 0.0
     """Bytes of weights that a decode step of one text reads in a second."""
     format_bytes_per_s: Annotated[

@@ -26,8 +26,9 @@ class MachineConfig:
     private: bool = False
     """Found a private swarm: machines join by an invite only. Without it, machines of the local network join by
     themselves, so everybody there can become a member."""
-    upload_mbps: float = 200.0
-    """Most megabits a second of weights to send to other machines, for all of them together."""
+    upload_mbps: float | None = None
+    """Most megabits a second of weights to send to other machines, for all of them together. None = no limit within
+    the local network, 200 to machines elsewhere."""
     share_weights: bool = True
     """Give weights of models to the other machines of the swarm."""
     lan_discovery: bool = True
@@ -40,7 +41,7 @@ class MachineConfig:
             object.__setattr__(self, name, tuple(getattr(self, name)))  # accept lists as well
         require_positive(self, "upload_mbps")
         if self.max_memory is not None:
-            memory_limit_bytes(self.max_memory, 1 << 50)
+            memory_limit_bytes(self.max_memory)
         for name in self.device:
             if name != "auto":
                 require_device(name)

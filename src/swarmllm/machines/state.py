@@ -8,14 +8,18 @@
     peers.json     addresses of other machines, to find them again
     speeds.json    measured speeds of this machine's devices
     page.json      address and key of the page of the running agent
+    here.json      addresses and models of the swarm, for clients on this machine while the agent runs
     weights/       the store of weights (`machines/weights`)
+    lock           locked while an agent runs here
 
 All files are replaced at once, so a crash at any moment leaves the old one or the new one.
 """
 
+import fcntl
 import json
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +46,36 @@ class StateDirectory:
                 f"the state directory {path} can't be made ({error.strerror}): set SWARMLLM_STATE_DIR to another one"
             ) from None
 
+    @contextmanager
+    def locked(self) -> Iterator["StateDirectory"]:
+        """Keep other agents away within. The lock ends with the process, too.
+
+        Raises:
+            ConfigurationError: an agent runs here already, or the directory can't be written.
+        """
+        try:
+            lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise ConfigurationError(f"{self.path / 'lock'} can't be written: {error.strerror}") from None
+        try:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigurationError(
+                    "`swarmllm up` runs on this machine already: end it first (one that was installed, by `swarmllm up "
+                    "--uninstall`), or give this one a directory of its own by SWARMLLM_STATE_DIR"
+                ) from None
+            yield self
+        finally:
+            os.close(lock)
+
     @property
     def identity_path(self) -> Path:
         return self.path / "identity.key"
+
+    @property
+    def swarm_key_path(self) -> Path:
+        return self.path / "swarm.key"
 
     @property
     def weights_path(self) -> Path:
@@ -56,8 +87,7 @@ class StateDirectory:
         Raises:
             ConfigurationError: the file is damaged.
         """
-        path = self.path / "swarm.key"
-        return Identity.load(path) if path.exists() else None
+        return Identity.load(self.swarm_key_path) if self.swarm_key_path.exists() else None
 
     def enter_swarm(self, key: Identity, *, name: str, is_open: bool) -> None:
         """Note the swarm of which this machine is a member. What it knew about another swarm is forgotten.
@@ -70,7 +100,7 @@ class StateDirectory:
             for filename in ("swarm.key", "command.json", "hosted.json", "peers.json"):
                 with suppress(FileNotFoundError):
                     (self.path / filename).unlink()
-            key.write(self.path / "swarm.key")
+            key.write(self.swarm_key_path)
         self.write("swarm.json", {"name": name, "open": is_open})
 
     def commands(self) -> list[Command]:

@@ -6,16 +6,14 @@ list of pieces. The agent decides which blocks.
 
 Trust. A command of a member names a model by the digest of its manifest, and the manifest has the digest of each piece.
 So a machine that gives other bytes is found out at once: it is told, and banned. Pieces of a model that nobody had
-before come from the hub, by its commit; then the manifest has no digests. Members believe each other about such pieces
-(a member could compute wrong numbers as well), and the hub's digests of whole files are checked where one machine has
-all of a file. Strangers get nothing, and can give nothing.
+before come from the hub, by its commit; then the manifest has no digests. Each machine compares such a model with what
+the hub says (`machines/hub`). Strangers get nothing, and can give nothing.
 """
 
 import asyncio
 import logging
-import shutil
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from operator import itemgetter
@@ -24,7 +22,7 @@ from pathlib import Path
 from huggingface_hub import constants
 
 from swarmllm.config import default_cache_dir
-from swarmllm.data_structures import Span
+from swarmllm.data_structures import Span, size_in_words
 from swarmllm.errors import (
     BlocksNotServedError,
     ConfigurationError,
@@ -36,8 +34,10 @@ from swarmllm.errors import (
     WeightsError,
 )
 from swarmllm.files import replaced
-from swarmllm.machines.downloads import Board, Counted, Download, Giver, Hub, Members, Progress, ask_manifest
-from swarmllm.machines.holdings import Holding, PartialModel, WholeModel
+from swarmllm.machines.downloads import Board, Counted, Download, Giver, Members, Progress, ask_manifest
+from swarmllm.machines.holdings import Holding, PartialModel, WholeModel, is_full, note_use, surplus
+from swarmllm.machines.hub import Files, Hub, liars, refuse_other, words_of, wrong_pieces
+from swarmllm.machines.membership import is_of_own_network, own_networks
 from swarmllm.machines.records import MAX_GIVEN, is_membership
 from swarmllm.models.checkpoint.manifest import MANIFEST, PIECE_BYTES, Manifest, Pieces
 from swarmllm.models.checkpoint.pieces import cached_on_hub, describe, describe_on_hub, remembered
@@ -52,6 +52,9 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["Giver", "Progress", "WeightStore"]
 
+FAR_MBPS = 200.0
+"""Most megabits a second to machines outside of the local network, if nobody sets a limit. Assumed: a connection that
+its owner also uses."""
 LOCAL = "local"
 """Directory of the store for manifests of models elsewhere on this machine."""
 MAX_TAKERS = 64
@@ -82,17 +85,23 @@ class WeightStore:
         hub: Hub | None = None,
     ) -> None:
         """`member`: the proof that this machine is a member (`records.membership`). `upload_mbps`: megabits per second
-        for all takers together; None: no limit. Without `shares` nobody gets anything. Without `hub` nothing comes from
-        the hub."""
+        for all takers together; None: `FAR_MBPS` to those outside of the local network. Without `shares` nobody gets
+        anything. Without `hub` nothing comes from the hub."""
         self._directory, self._shares, self._hub = directory, shares, hub
         self._swarm_id = swarm_id
         self._members = Members(peer, member)
-        self._pace = Pace(upload_mbps)
+        self._pace, self._near_pace = Pace(upload_mbps or FAR_MBPS), Pace(upload_mbps)
+        if upload_mbps is not None:
+            self._near_pace = self._pace
         self._intake = Intake(UNREAD_BYTES_PER_TAKER, UNREAD_BYTES)
         self._takers: Counter[str] = Counter()
         self._models: dict[str, Holding] = {}
         self._boards: dict[str, Board] = {}
         self._locks: dict[str, asyncio.Lock] = {}
+        self._syncing: set[asyncio.Task[None]] = set()
+        self._needed: set[str] = set()
+        self._said: dict[str, Files] = {}
+        """The hub's word about models, by the digest of the manifest."""
 
     # Models
 
@@ -163,16 +172,51 @@ class WeightStore:
         model = self._models.get(digest)
         return 0 if model is None else model.manifest.num_bytes(model.held)
 
-    async def remove(self, digest: str) -> None:
-        """Forget a model, and delete its pieces from the store. A directory of the user stays as it is.
+    # Room on the disk
 
-        Raises:
-            OSError: they can't be deleted.
-        """
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of pieces in the store that nobody needs at present."""
+        return sum(model.held_bytes for model in self._leftovers())
+
+    async def need(self, digests: Collection[str]) -> None:
+        """Note the models that this machine serves, or that the swarm wants. Pieces of others stay while they are few,
+        and until their room is needed (`holdings.surplus`)."""
+        if {*digests} == self._needed:
+            return
+        known = (self._models.get(digest) for digest in self._needed ^ {*digests})
+        changed = [model for model in known if isinstance(model, PartialModel)]
+        self._needed = {*digests}
+        await in_background(partial(note_use, changed))
+        for model in await in_background(partial(surplus, self._leftovers(), self._directory)):
+            if model in self._leftovers():
+                await self._remove(model)
+
+    def _leftovers(self) -> list[PartialModel]:
+        """Models in the store that nobody needs or fetches."""
+        return [
+            model
+            for digest, model in self._models.items()
+            if isinstance(model, PartialModel) and digest not in self._needed and not self._lock(digest).locked()
+        ]
+
+    async def _remove(self, model: PartialModel) -> None:
+        """Delete the pieces of a model from the store."""
+        digest = model.manifest.digest
         async with self._lock(digest):
-            self._models.pop(digest, None)
+            del self._models[digest]
             self._boards.pop(digest, None)
-            await in_background(partial(shutil.rmtree, self._directory / digest, ignore_errors=True))
+            num_bytes = model.held_bytes
+            await in_background(model.remove)
+            logger.info("removed %s of %s: nobody needs it", size_in_words(num_bytes), model.manifest.name)
+
+    async def _make_room(self) -> bool:
+        """Remove the model that nobody has needed for the longest time. False: there is none."""
+        by_age = await in_background(partial(sorted, self._leftovers(), key=PartialModel.used_at))
+        unused = [model for model in by_age if model in self._leftovers()]  # meanwhile one may have become needed
+        if unused:
+            await self._remove(unused[0])
+        return bool(unused)
 
     def _lock(self, digest: str) -> asyncio.Lock:
         return self._locks.setdefault(digest, asyncio.Lock())
@@ -207,19 +251,47 @@ class WeightStore:
             WeightsError: the disk is full or fails, or the model's files can't be used.
             SwarmError: swarmllm can't run the model.
         """
+        counted = Counted(progress)
         async with self._lock(manifest.digest):
-            model = await self._model(manifest)
-            if not isinstance(model, PartialModel):
-                total = manifest.num_bytes(model.held)
-                progress(Progress(total, total))
-                return model.place
-            await in_background(model.recheck)
-            counted = Counted(progress)
-            await self._take(model, manifest.always_pieces(), givers, counted)
-            wanted = await in_background(partial(model.needed, span, client=client))
-            await self._take(model, wanted, givers, counted)
-            await in_background(model.sync)
-            return model.place
+            while True:
+                try:
+                    model = await self._model(manifest)
+                    if isinstance(model, PartialModel):
+                        await self._take_needed(model, partial(model.needed, span, client=client), givers, counted)
+                    else:
+                        counted.tell(manifest, model.held, model.held)
+                    return model.place
+                except WeightsError as error:
+                    if not is_full(error) or not await self._make_room():
+                        raise
+
+    async def _take_needed(
+        self, model: PartialModel, needed: Callable[[], Pieces], givers: Callable[[], Sequence[Giver]], counted: Counted
+    ) -> None:
+        if model.manifest.commit:
+            await self._hub_files(model.manifest)
+        await in_background(model.recheck)
+        await self._take(model, model.manifest.always_pieces(), givers, counted)
+        await self._take(model, await in_background(needed), givers, counted)
+        self._sync_later(model)
+
+    def _sync_later(self, model: PartialModel) -> None:
+        """Wait for the disk in the background. Until then, the pieces are read from memory; after a crash those that
+        didn't reach the disk are fetched again."""
+
+        async def sync() -> None:
+            try:
+                await in_background(model.sync)
+            except WeightsError as error:
+                logger.warning("%s", error)
+
+        task = asyncio.get_running_loop().create_task(sync(), name=f"write {model.manifest.name}")
+        self._syncing.add(task)
+        task.add_done_callback(self._syncing.discard)
+
+    async def close(self) -> None:
+        """Wait until all pieces are on the disk."""
+        await asyncio.gather(*self._syncing)
 
     async def _take(
         self, model: PartialModel, wanted: Pieces, givers: Callable[[], Sequence[Giver]], counted: Counted
@@ -227,15 +299,54 @@ class WeightStore:
         await in_background(partial(model.check_room, wanted))
         download = Download(model, wanted, self._board(model.manifest), self._members, self._hub, counted)
         await download.run(givers)
-        if wrong := await in_background(model.drop_wrong_files):
-            logger.warning("%s has other bytes than the hub's: it is fetched from the hub again", ", ".join(wrong))
-            if self._hub is not None:
-                await download.run(list, alone=True)
-                wrong = await in_background(model.drop_wrong_files)
-            if wrong:
-                raise CorruptWeightsError(
-                    f"{wrong[0]} of {model.manifest.name} isn't what the hub says: try again later"
-                )
+        if model.manifest.commit:
+            await self._replace_wrong_pieces(model, download)
+
+    async def _hub_files(self, manifest: Manifest) -> Files:
+        """The hub's word about the files of a model. If the hub can't be asked, members are believed.
+
+        Raises:
+            CorruptWeightsError: the manifest says something else.
+        """
+        if self._hub is None:
+            return words_of(manifest)
+        if manifest.digest not in self._said:
+            try:
+                self._said[manifest.digest] = await in_background(partial(self._hub.files, manifest))
+            except ConfigurationError as error:
+                logger.warning("other machines are believed about %s: %s", manifest.name, error)
+                return words_of(manifest)
+        refuse_other(manifest, self._said[manifest.digest])
+        return self._said[manifest.digest]
+
+    async def _replace_wrong_pieces(self, model: PartialModel, download: Download) -> None:
+        """Fetch pieces that aren't the hub's from there, and ban their givers.
+
+        Raises:
+            CorruptWeightsError: there are such pieces all the same, or the manifest is that of other files.
+        """
+        files = await self._hub_files(model.manifest)
+        wrong = await in_background(partial(wrong_pieces, self._hub, model, files, download.given))
+        if not wrong.any():
+            return
+        file = model.manifest.place(int(wrong.argmax())).file
+        before = {
+            piece: (giver, digest)
+            for piece, giver in download.given.items()
+            if wrong[piece] and (digest := model.digest_of(piece)) is not None
+        }
+        await in_background(partial(model.drop, wrong))
+        if self._hub is not None and not file.digests:
+            logger.warning("%s has other bytes than the hub's: it is fetched from the hub again", file.name)
+            await download.run(list, alone=True)
+            for giver in liars(before, model):
+                self._members.ban(giver, f"its pieces of {file.name} aren't the hub's")
+            wrong = await in_background(partial(wrong_pieces, self._hub, model, files, {}))
+            if not wrong.any():
+                return
+            await in_background(partial(model.drop, wrong))
+        reason = "its list of pieces is wrong" if file.digests else "try again later"
+        raise CorruptWeightsError(f"{file.name} of {model.manifest.name} isn't what the hub says: {reason}")
 
     def _board(self, manifest: Manifest) -> Board:
         return self._boards.setdefault(manifest.digest, Board(manifest))
@@ -280,6 +391,7 @@ class WeightStore:
                 self._boards[digest].left(peer_id)
 
     async def _serve(self, stream: FrameStream, boards: set[str]) -> None:
+        pace = self._near_pace if is_of_own_network(stream.host, own_networks()) else self._pace
         while True:
             try:
                 async with asyncio.timeout(IDLE_S):
@@ -300,7 +412,7 @@ class WeightStore:
                 continue
             result = WeightsResult(id=header.id, is_here=answer is not None)
             if header.wants == "piece" and answer:
-                await self._pace.wait(len(answer), stream.gone)
+                await pace.wait(len(answer), stream.gone)
             try:
                 async with asyncio.timeout(SEND_S):
                     await stream.send(MessageType.RESULT, result.model_dump(), [answer or b""])

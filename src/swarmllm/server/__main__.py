@@ -58,8 +58,18 @@ def parse_config(argv: Sequence[str] | None) -> ServerConfig:
 
 
 def read_config() -> ServerConfig:
-    """Read settings as JSON from the first line of standard input, where `devices` writes them for each device."""
-    settings = json.loads(sys.stdin.readline())
+    """Read settings as JSON from the first line of standard input, where `devices` writes them for each device.
+
+    They may come late, so imports are done before.
+
+    Raises:
+        SystemExit: the process that started this one has ended.
+    """
+    with announced_imports():
+        import swarmllm.server.server  # noqa: F401
+    if not (line := sys.stdin.readline()):
+        sys.exit(1)
+    settings = json.loads(line)
     if settings["block_indices"] is not None:
         settings["block_indices"] = tuple(settings["block_indices"])
     return ServerConfig(**settings)
@@ -74,8 +84,8 @@ def run_server(read_config: Callable[[], ServerConfig]) -> int:
     """Serve, with one process for each device if there are several; return the exit code."""
 
     async def run() -> None:
-        config = read_config()
         os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", KERNELS_KEPT)
+        config = read_config()
         if config.initial_peers == (FROM_STDIN,):
             config = replace(config, initial_peers=tuple(sys.stdin.readline().split()))
         with announced_imports():  # after the flags: --help needs no torch

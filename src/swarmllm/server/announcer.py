@@ -85,6 +85,7 @@ class OwnRecord:
             identity_shared=self.twins.seen,
             adapters=self.loader.adapters.names,
             inner_states=True,
+            replays_steps=True,
             claim=None if claim is None else (claim.start, claim.end),
             relays_for=0 if self.peer.relay is None else self.peer.relay.num_reservations,
         )

@@ -14,7 +14,7 @@ import re
 import signal
 import sys
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 
@@ -192,7 +192,7 @@ class _DeviceServer:
             logger.warning("the server of %s ended (exit code %d): it starts again in %.0f s", self.name, code, wait_s)
             await asyncio.sleep(wait_s)
 
-    def _settings(self) -> ServerConfig:
+    async def _settings(self) -> ServerConfig:
         """The settings, with the other ready servers as initial peers."""
         peers = tuple(maddr for server in self._servers for maddr in server.maddrs)
         if not peers:
@@ -201,7 +201,7 @@ class _DeviceServer:
         return replace(self._config, initial_peers=(*named, *peers), peers_beside=not named, new_swarm=False)
 
     async def _run_once(self) -> int:
-        return await run_server_process(self._settings(), self._on_output, self._on_log)
+        return await run_server_process(self._settings, self._on_output, self._on_log)
 
     def _on_output(self, line: str) -> None:
         print(line, flush=True)
@@ -214,9 +214,12 @@ class _DeviceServer:
 
 
 async def run_server_process(
-    config: ServerConfig, on_output: Callable[[str], None], on_log: Callable[[str], None]
+    settings: Callable[[], Awaitable[ServerConfig]], on_output: Callable[[str], None], on_log: Callable[[str], None]
 ) -> int:
-    """Run a server process once, and return its exit code; end it if cancelled. `on_…` get its lines."""
+    """Run a server process once, and return its exit code; end it if cancelled. `on_…` get its lines.
+
+    It imports what it needs while `settings` are being made.
+    """
     starting = asyncio.create_task(_start())
     try:
         process = await asyncio.shield(starting)
@@ -228,9 +231,10 @@ async def run_server_process(
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
-    process.stdin.write(json.dumps(asdict(config)).encode() + b"\n")  # secrets stay between the two processes
     reading = asyncio.gather(_pass_on(process.stdout, on_output), _pass_on(process.stderr, on_log))
     try:
+        config = await settings()
+        process.stdin.write(json.dumps(asdict(config)).encode() + b"\n")  # secrets stay between the two processes
         await asyncio.shield(reading)
     finally:
         await _end(process)

@@ -56,6 +56,8 @@ class RouteCosts:
     """Measured by the client, by peer id."""
     context_tokens: int = 0
     """Tokens in the session's KV cache."""
+    num_steps: int = 0
+    """Steps in which the session's text was computed so far."""
     batch_size: int = 1
     """Rows of a decode step."""
     forward_tokens: int = 0

@@ -10,6 +10,7 @@ servers need to be considered for a change *from* them: a server that is certain
 any continuation, is left out. A beam of the best others is kept.
 """
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -38,6 +39,10 @@ ENOUGH_SEARCHES = 4
 
 MOVE_ROUND_TRIPS = 6
 """Round trips of a session's move: dialling, greeting, opening, linking, replaying."""
+
+MAX_REPLAY_S = 60.0
+"""Longest expected time of computing a text again step by step. Assumed: people rather read other words than wait
+longer."""
 
 Floats = NDArray[np.float64]
 STAYS, BEGINS = -2, -1
@@ -157,7 +162,20 @@ def _move_ms(current: Sequence[RouteHop], target: Sequence[RouteHop], costs: Rou
     new = [hop for hop in target if (hop.server.peer_id, hop.span) not in kept]
     replaying = replace(costs, forward_tokens=max(1, costs.context_tokens))
     round_trips_ms = max((costs.round_trip_ms(hop.server) for hop in new), default=0.0)
-    return MOVE_ROUND_TRIPS * round_trips_ms + sum(replaying.ms_per_block(hop.server) * len(hop.span) for hop in new)
+    replay_ms = sum(
+        replaying.ms_per_block(hop.server) * len(hop.span) for hop in new if hop.server.rounds_finely
+    ) + step_by_step_ms([hop for hop in new if not hop.server.rounds_finely], costs)
+    if replay_ms > 1e3 * MAX_REPLAY_S:  # it would go in long calls then, and might change the text
+        return math.inf
+    return MOVE_ROUND_TRIPS * round_trips_ms + replay_ms
+
+
+def step_by_step_ms(route: Sequence[RouteHop], costs: RouteCosts) -> float:
+    """Milliseconds in which new servers compute the text again in the steps in which it was computed.
+
+    The servers work at the same time, each on another step.
+    """
+    return costs.num_steps * max((costs.ms_per_block(hop.server) * len(hop.span) for hop in route), default=0.0)
 
 
 class _Distances:

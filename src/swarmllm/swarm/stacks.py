@@ -6,6 +6,7 @@ page `/swarm` writes them in the same way (`gateway/pages/picture.js`).
 
 from collections.abc import Sequence
 
+from swarmllm.config import is_of_machines
 from swarmllm.data_structures import Span
 
 
@@ -33,6 +34,14 @@ def describe_blocks(blocks: Sequence[int], encoder_blocks: int = 0) -> str:
     if not encoder_blocks:
         return text
     return f"{text} ({', '.join(describe_span(start, end, encoder_blocks) for start, end in runs)})"
+
+
+def how_to_serve(blocks: Sequence[int], model: str, initial_peers: Sequence[str], swarm_name: str | None) -> str:
+    """The mend in a message about missing blocks."""
+    if is_of_machines(swarm_name):
+        return "the machines may be loading them: `swarmllm use` shows how far they are, `swarmllm up` adds a machine"
+    command = command_to_serve(blocks, model, initial_peers, is_private=swarm_name is not None)
+    return f"start a server of them, {command}"
 
 
 def command_to_serve(

@@ -96,6 +96,21 @@ async def looked(agent: Agent, now: float = 0.0) -> tuple[str, ...]:
     return names
 
 
+async def test_a_machine_that_cannot_start_stays_in_its_swarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def no_peer(*_: Any) -> Peer:
+        raise ConfigurationError("no such port")
+
+    monkeypatch.setattr(agent_module, "_member_peer", no_peer)
+    state = StateDirectory(tmp_path)
+    state.enter_swarm(SWARM, name="home", is_open=True)
+    invite = Membership(STRANGER, "", is_open=False).invite(FakePeer.join_maddrs)
+    with pytest.raises(ConfigurationError, match="no such port"):
+        await Agent.start(MachineConfig(), state, invite=invite)
+    kept = state.swarm_key()
+    assert kept is not None
+    assert kept.peer_id == SWARM.peer_id
+
+
 async def test_only_members_count(agent: Agent, register: FakeRegister) -> None:
     register.others = {
         MEMBER.peer_id: record(),
@@ -133,6 +148,27 @@ async def test_replayed_and_reordered_commands_change_nothing(agent: Agent, regi
     assert register.own[-1].command == command(3, "c")  # so that others hear it, too
 
 
+async def test_few_commands_are_kept_and_old_ones_stay_old(
+    agent: Agent, register: FakeRegister, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_module, "NUM_KEPT_COMMANDS", 2)
+    for number in (1, 2, 3, 4, 1, 2, 4, 3):
+        register.others = {MEMBER.peer_id: record(command=command(number, f"m{number}"))}
+        await looked(agent)
+    assert [one.number for one in agent._commands] == [3, 4]
+    assert [one.name for one in agent.wanted] == ["m4"]
+
+
+async def test_a_machine_that_cannot_have_a_model_says_so(agent: Agent, register: FakeRegister) -> None:
+    register.others = {MEMBER.peer_id: record(command=command(1, "a"))}
+    await looked(agent)
+    (model,) = agent._models.wanted.values()
+    model.problem, model.is_failure = "the disk is full", True
+    (hosted,) = agent.record().hosted
+    assert (hosted.manifest, hosted.state, hosted.problem) == (model.wanted.manifest, "failed", "the disk is full")
+    assert agent.picture()["models"][0]["problem"] == "the disk is full"
+
+
 async def test_of_two_commands_at_once_all_choose_the_same(tmp_path: Path) -> None:
     both = command(1, "a"), command(1, "b", by=STRANGER, own=STRANGER)
     ends = set()
@@ -158,6 +194,18 @@ async def test_a_restart_goes_on_with_the_command_and_the_blocks(tmp_path: Path,
     assert [one.name for one in again.wanted] == ["a"]
     (hosted,) = again.record().hosted
     assert (hosted.manifest, hosted.start, hosted.end, hosted.state) == (manifest, 2, 5, "waiting")
+
+
+async def test_programs_on_this_machine_are_told_how_to_reach_the_swarm(agent: Agent, register: FakeRegister) -> None:
+    register.others = {MEMBER.peer_id: record(command=command(1, "a", "b"))}
+    await looked(agent)
+    agent._models.wanted[wanted("a")[0].manifest].fingerprint = "f" * 64
+    agent._tell_programs_here()
+    told = agent._state.read("here.json", {})
+    assert told == {
+        "name": "home", "swarm_name": SWARM.peer_id, "initial_peers": list(FakePeer.join_maddrs),
+        "models": {"f" * 64: "a"},
+    }  # fmt: skip
 
 
 async def test_a_record_that_a_look_misses_counts_for_a_while(agent: Agent, register: FakeRegister) -> None:
@@ -213,7 +261,8 @@ async def test_the_invite_holds_the_key_and_addresses(agent: Agent, register: Fa
     invite = read_invite(agent.invite())
     assert invite.member_key is not None
     assert key_of_hex(invite.member_key).peer_id == SWARM.peer_id
-    assert invite.initial_peers == (FakePeer.join_maddrs[0], f"/ip4/192.168.1.3/tcp/5000/p2p/{MEMBER.peer_id}")
+    # Without this machine's own 127.0.0.1, where other machines would call themselves.
+    assert invite.initial_peers == (f"/ip4/192.168.1.3/tcp/5000/p2p/{MEMBER.peer_id}",)
 
 
 async def test_dropping_what_is_not_served_is_refused(agent: Agent) -> None:

@@ -21,6 +21,7 @@ from swarmllm.machines.membership import (
     find_membership,
     is_of_own_network,
     join_open_swarm,
+    note_membership,
     read_membership,
 )
 from swarmllm.machines.records import Command, Wanted, sign_command
@@ -207,23 +208,52 @@ async def nobody() -> None:
     return None
 
 
+async def entered(
+    state: StateDirectory, *, name: str = "home", private: bool = False, invite: Invite | None = None
+) -> Membership:
+    found = await find_membership(state, nobody, invite=invite, private=private, name=name)
+    note_membership(state, found)
+    return found
+
+
 async def test_a_machine_stays_in_its_swarm(tmp_path: Path) -> None:
     state = StateDirectory(tmp_path / "state")
-    founded = await find_membership(state, nobody, invite=None, private=False, name="home")
+    founded = await entered(state)
     assert founded.is_open
     assert founded.name == "home"
     state.write("peers.json", [ADDRESS, 3])
-    again = await find_membership(state, nobody, invite=None, private=False, name="other")
+    again = await entered(state, name="other")
     assert (again.swarm_id, again.name, again.is_open) == (founded.swarm_id, "home", True)
     assert again.initial_peers == (ADDRESS,)
     assert (state.path / "swarm.key").stat().st_mode & 0o777 == 0o600
     state.note_command(command(1))
     # Another swarm: what was known about the first one is forgotten.
-    moved = await find_membership(state, nobody, invite=OPEN.invite([ADDRESS]), private=False, name="x")
+    moved = await entered(state, invite=OPEN.invite([ADDRESS]))
     assert moved.swarm_id == KEY.peer_id
     assert not state.commands()
-    private = StateDirectory(tmp_path / "private")
-    assert not (await find_membership(private, nobody, invite=None, private=True, name="x")).is_open
+    assert not (await entered(StateDirectory(tmp_path / "private"), private=True)).is_open
+
+
+async def test_a_machine_of_a_swarm_of_others_founds_no_private_one(tmp_path: Path) -> None:
+    state = StateDirectory(tmp_path)
+
+    open_swarm = await entered(state)
+    with pytest.raises(ConfigurationError, match=f"in the swarm home already.*{state.swarm_key_path}"):
+        await entered(state, private=True)
+    assert (await entered(state)).is_open
+    # A guest doesn't know if others may join.
+    await entered(state, invite=OPEN.invite([ADDRESS]))
+    with pytest.raises(ConfigurationError, match=f"in the swarm {KEY.peer_id[-8:]} already"):
+        await entered(state, private=True)
+    state.note_command(command(1))
+    state.swarm_key_path.unlink()  # as the message says
+    founded = await entered(state, private=True)
+    assert founded.swarm_id not in (open_swarm.swarm_id, KEY.peer_id)
+    assert not founded.is_open
+    assert not state.commands()
+    assert (
+        await entered(state, private=True)
+    ).swarm_id == founded.swarm_id  # its founder starts it again in the same way
 
 
 def command(number: int) -> Command:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +87,14 @@ class FakeServers:
         self._runs = list(runs)
         self.num_started = 0
 
-    async def run(self, config: Any, on_output: Callable[[str], None], on_log: Callable[[str], None]) -> int:
+    async def run(
+        self,
+        settings: Callable[[], Awaitable[Any]],
+        on_output: Callable[[str], None],
+        on_log: Callable[[str], None],
+    ) -> int:
         self.num_started += 1
+        await settings()
         lines, log, code = self._runs.pop(0)
         on_log(log)
         for line in lines:
@@ -148,7 +154,9 @@ async def test_a_server_that_fails_is_told_for_a_while(monkeypatch: pytest.Monke
         assert all_servers.hosted(now + waits_s + 5) == ()
 
 
-async def test_weights_that_cannot_be_had_are_a_failure() -> None:
+async def test_weights_that_cannot_be_had_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosting, "run_server_process", FakeServers(([], "", 0)).run)
+
     async def fetch(one: Hosting) -> Path:
         raise WeightsError("the disk is full")
 

@@ -122,7 +122,7 @@ def test_marks_of_a_process_that_was_killed(tmp_path: Path) -> None:
     found = manifest(1000)
     marks = Marks(tmp_path, found)
     marks.add(3, b"3" * 32)
-    marks.synced()
+    marks.synced(marks.state)
     marks.add(5, b"5" * 32)
     with (tmp_path / MARKS).open("ab") as file:
         file.write(b"half a mark")

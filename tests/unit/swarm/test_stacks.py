@@ -2,7 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmllm.data_structures import Span
-from swarmllm.swarm.stacks import command_to_serve, describe_blocks, describe_span, stack_spans
+from swarmllm.swarm.stacks import command_to_serve, describe_blocks, describe_span, how_to_serve, stack_spans
 
 
 def test_blocks_of_one_stack_have_no_name() -> None:
@@ -42,3 +42,10 @@ def test_the_command_that_serves_missing_blocks() -> None:
     assert command == f"swarmllm server --model org/model --block_indices 4:6 --initial_peers {peers[0]}"
     assert command_to_serve([9], "embedded") == "swarmllm server --model /path/to/embedded --block_indices 9:10"
     assert command_to_serve([9], "org/model", peers, is_private=True).endswith("--initial_peers INVITE")
+
+
+def test_missing_blocks_of_machines_are_no_matter_of_servers() -> None:
+    machines = "12D3KooW".ljust(52, "x")
+    assert how_to_serve([9], "org/model", (), machines).endswith("`swarmllm up` adds a machine")
+    for name in (None, "home", machines[:-1]):
+        assert "start a server of them, swarmllm server --model org/model" in how_to_serve([9], "org/model", (), name)

@@ -20,7 +20,8 @@ Before each step, `_make_ready` repairs what is broken:
 1. Hops with a broken stream or a lost session are replaced: a new route for exactly their blocks, new sessions.
 2. Every hop is linked to its successor anew, in a new version of the chain. Steps of earlier versions are dropped.
 3. The caches of new hops are rebuilt by replaying inputs. The hop before them has kept what it sent; if the first hop
-   is new, the client has. Other hops keep their caches.
+   is new, the client has. Other hops keep their caches. Servers that round to 16 bits compute the steps as they were
+   computed at first, one by one: long calls are rounded otherwise, and the text would go on with other words.
 4. Steps without an answer are sent again. A hop that ran one before rolls its cache back to the start of the step.
 
 A move to a better route is the same from 2. on, but opens the new sessions before it closes the old ones.
@@ -31,7 +32,7 @@ import logging
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -41,7 +42,7 @@ from swarmllm.client.batches.spot_checks import SpotChecks
 from swarmllm.client.session.in_flight import InFlight, PendingStep, plausible_outputs
 from swarmllm.client.session.open_route import Hop, OpenRoute, SessionSettings
 from swarmllm.client.session.session_text import SessionText
-from swarmllm.client.view.connection import tokens_at_once
+from swarmllm.client.view.connection import Result, tokens_at_once
 from swarmllm.client.view.swarm_view import SwarmView
 from swarmllm.config import ClientConfig
 from swarmllm.data_structures import BlockTraits, RouteHop, Span
@@ -55,9 +56,10 @@ from swarmllm.errors import (
     SwarmError,
 )
 from swarmllm.models.boundary.block_inputs import BlockInputs
-from swarmllm.network.wire.messages import Timings
+from swarmllm.network.wire.messages import Pieces, Timings
 from swarmllm.swarm.retry import Retries
 from swarmllm.swarm.route_costs import RouteCosts
+from swarmllm.swarm.routing import MAX_REPLAY_S, step_by_step_ms
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +69,13 @@ sentences."""
 CHUNK_S = 0.25
 """Longest time of a prompt's chunk on one server, unless it has no more than `prefill_chunk_tokens`. Assumed: over slow
 links, which the announced throughput includes, short chunks keep a pipeline of servers busier."""
+STEPS_AT_ONCE = 32
+"""Most steps of a request to compute a text again step by step. Two such requests are under way. Assumed: the gaps
+between them are short, and their messages few compared with the 1024 that may wait."""
+TOKENS_AT_ONCE = 1024
+"""Most positions (batch × seq) of such a request, unless a step alone has more."""
+REQUEST_S = 5.0
+"""Longest expected time of such a request. Assumed: an answer in this time shows that the servers work."""
 TOO_SMALL_S = 1e4
 """Servers without room for the session are avoided like servers with a ban of this many seconds, longer than any."""
 
@@ -317,10 +326,18 @@ class Chain:
             self._hops.lose(answer.peer_id)
             raise
         self.timings = answer.header.timings
-        self.text.append(step.position, step.inputs)
+        self.text.append(step.position, step.inputs, self._pieces(answer, step.inputs.seq_len))
         self.text.selection = None
         self._hops.step_went_well()
         return output
+
+    def _pieces(self, answer: Result, seq_len: int) -> Pieces:
+        """The pieces in which servers have computed a step, without those that can't be right."""
+        if not answer.header.pieces:
+            return ()
+        spans = {(hop.span.start, hop.span.end) for hop in self._hops}
+        told = {(start, end): lengths for start, end, lengths in answer.header.pieces if sum(lengths) == seq_len}
+        return tuple((*span, lengths) for span, lengths in told.items() if span in spans)
 
     async def _get_over(self, error: SwarmError, retries: Retries) -> None:
         """Wait until another try makes sense.
@@ -494,6 +511,7 @@ class Chain:
                 await self._replay(before, run)
         for hop in self._hops:
             hop.new = False
+        self.text.computes_anew = False
         self._in_flight.is_linked = True
         if self.on_route is not None:
             self.on_route(self._hops.route, asyncio.get_running_loop().time() - began_at)
@@ -502,6 +520,9 @@ class Chain:
         """Fill the caches of the hops of `run` with what passed the boundary before them."""
         text, in_flight = self.text, self._in_flight
         logger.info("replaying %d tokens to rebuild %s", text.position, ", ".join(str(hop) for hop in run))
+        if self._goes_step_by_step(before, run):
+            await self._replay_steps(before, run)
+            return
         *earlier, (position, inputs) = text.past()
         step = in_flight.add(inputs, position, run[-1], earlier)
         try:
@@ -516,6 +537,55 @@ class Chain:
         finally:
             in_flight.remove(step)
 
+    def _goes_step_by_step(self, before: Hop | None, run: Sequence[Hop]) -> bool:
+        """True if the hops of `run` must compute the steps as they were computed, and can."""
+        if self.text.computes_anew or all(hop.route_hop.server.rounds_finely for hop in run):
+            return False
+        if before is not None and not before.route_hop.server.replays_steps:
+            return False
+        replay_s = step_by_step_ms([hop.route_hop for hop in run], self._costs()) / 1e3
+        if replay_s > MAX_REPLAY_S:
+            logger.warning(
+                "computing %d steps of the text again would take about %.0f s, so they are computed in long calls: the "
+                "text may go on with other words", self.text.num_steps, replay_s,
+            )  # fmt: skip
+            return False
+        return True
+
+    async def _replay_steps(self, before: Hop | None, run: Sequence[Hop]) -> None:
+        """`_replay` in the steps as they were computed; a few at a time, so that answers show that it goes on."""
+        text, in_flight, block = self.text, self._in_flight, run[0].span.start
+        cuts = text.cuts(block)
+        step_s = step_by_step_ms([hop.route_hop for hop in run], self._costs()) / 1e3 / max(1, text.num_steps)
+        most_steps = max(1, min(STEPS_AT_ONCE, int(REQUEST_S / max(step_s, 1e-3))))
+        most_tokens = min(TOKENS_AT_ONCE, text.batch_size * text.room.max_length // 2)  # so many may wait on a server
+        under_way: deque[PendingStep] = deque()
+        try:
+            for steps in _at_once(text.steps(block), most_steps, most_tokens):
+                *earlier, (position, inputs) = steps
+                first = steps[0][0]
+                request = in_flight.add(inputs, position, run[-1], earlier)
+                under_way.append(request)
+                if before is None:
+                    for at, one in steps:
+                        await run[0].send_step(
+                            request.request, in_flight.state, at, one, replay_hops=len(run), exactly=True, whole=True
+                        )
+                else:
+                    within = [cut for cut in cuts if first <= cut < position + inputs.seq_len]
+                    await before.send_replay(
+                        request.request, in_flight.state, text.position, len(run),
+                        steps=(first, position + 1), cuts=within,
+                    )  # fmt: skip
+                if len(under_way) > 1:
+                    await in_flight.answered(under_way[0])
+                    in_flight.remove(under_way.popleft())
+            for request in under_way:
+                await in_flight.answered(request)
+        finally:
+            for request in under_way:
+                in_flight.remove(request)
+
     @property
     def _settings(self) -> SessionSettings:
         text = self.text
@@ -523,7 +593,7 @@ class Chain:
             self._in_flight.on_answer,
             text.batch_size,
             text.room.max_length,
-            text.record_past,
+            text.record_past or text.has_cut_steps,  # a replay goes back where the text went back
             text.adapter,
             text.source_length,
         )
@@ -532,11 +602,29 @@ class Chain:
         text = self.text
         costs = self.view.routes.costs(
             context_tokens=text.position,
+            num_steps=text.num_steps,
             batch_size=text.batch_size,
             cache_tokens=text.batch_size * text.room.max_length,
             inner_states=text.shows,
         )
         return replace(costs, avoided_s=dict.fromkeys(text.room.too_small, TOO_SMALL_S))
+
+
+def _at_once(
+    steps: Iterable[tuple[int, BlockInputs]], most_steps: int, most_tokens: int
+) -> Iterator[list[tuple[int, BlockInputs]]]:
+    """Divide steps, given as (position, inputs), into requests."""
+    found: list[tuple[int, BlockInputs]] = []
+    num_tokens = 0
+    for position, inputs in steps:
+        more = inputs.batch_size * inputs.seq_len
+        if found and (len(found) == most_steps or num_tokens + more > most_tokens):
+            yield found
+            found, num_tokens = [], 0
+        found.append((position, inputs))
+        num_tokens += more
+    if found:
+        yield found
 
 
 def chunk_tokens(route: Sequence[RouteHop], config: ClientConfig) -> int:

@@ -42,7 +42,7 @@ class PendingStep:
     replay_end: Hop | None = None
     """The last hop whose cache a replay rebuilds; None for a step."""
     earlier: Sequence[tuple[int, BlockInputs]] = ()
-    """(position, inputs) of earlier calls of the same replay."""
+    """(position, inputs) of earlier calls of the same replay. They may end behind the beginning of the next one."""
     to_show: set[Hop] = field(default_factory=set)
     """Servers that haven't answered the inner states wanted of them yet."""
     result: Result | None = None
@@ -81,7 +81,8 @@ class PendingStep:
             self.result = answer
             self._finish_if_complete()
             return
-        _check(hop, answer, not header.tensors and header.position <= self.end)
+        last = max((self.end, *(position + inputs.seq_len for position, inputs in self.earlier)))
+        _check(hop, answer, not header.tensors and header.position <= last)
         if header.position == self.end:
             self.done.set_result(answer)
 

@@ -171,10 +171,12 @@ class Hop:
         *,
         replay_hops: int = 0,
         exactly: bool = False,
+        whole: bool = False,
     ) -> BlockInputs:
         """Send a step, which the last hop of the chain answers; returns the inputs as this server decodes them.
 
-        `exactly`: don't compress, because another server has computed on these very values.
+        `exactly`: don't compress, because another server has computed on these very values. `whole`: it must be
+        computed in one piece, as another server has computed it.
 
         Raises:
             PeerError: the connection is broken.
@@ -196,6 +198,7 @@ class Hop:
             batch_index=state.batch_index,
             ones_mask=ones_mask,
             replay_hops=replay_hops,
+            whole=whole,
             inner=wanted_header(inputs),
         )
         async with self._sending:
@@ -203,8 +206,19 @@ class Hop:
             await self.connection.send(MessageType.STEP, header, outgoing)
         return inputs.with_tensors(as_received(outgoing))
 
-    async def send_replay(self, request: int, state: ChainState, length: int, replay_hops: int) -> None:
+    async def send_replay(
+        self,
+        request: int,
+        state: ChainState,
+        length: int,
+        replay_hops: int,
+        *,
+        steps: tuple[int, int] | None = None,
+        cuts: Sequence[int] = (),
+    ) -> None:
         """Have the outputs that the server kept for positions [0, length) sent through the next `replay_hops` servers.
+
+        `steps`: only those of steps that began in this range of positions, step by step, and cut at `cuts`.
 
         Raises:
             PeerError: the connection is broken.
@@ -217,6 +231,8 @@ class Hop:
             replay_hops=replay_hops,
             num_choices=state.num_choices,
             batch_index=state.batch_index,
+            steps=steps,
+            cuts=tuple(cuts),
         )
         await self.connection.send(MessageType.REPLAY, header)
 

@@ -5,13 +5,14 @@ Used by chains and local legs. Pure: it checks inputs before anything is sent, a
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from swarmllm.data_structures import BlockTraits
 from swarmllm.errors import ConfigurationError, SessionLengthExceededError
 from swarmllm.models.adapters.block_adapter import BlockAdapter
 from swarmllm.models.boundary.activation_log import ActivationLog
 from swarmllm.models.boundary.block_inputs import BlockInputs, pieces
-from swarmllm.network.wire.messages import MAX_POSITION
+from swarmllm.network.wire.messages import MAX_POSITION, Pieces
 
 
 @dataclass(eq=False)
@@ -78,7 +79,12 @@ class SessionText:
     """Counts `select_batch`."""
     selection: tuple[int, ...] | None = None
     """Rows to keep from the next step on; that step tells the servers."""
+    computes_anew: bool = False
+    """True if the next servers don't repair anything: they compute the past for the first time, or for a session with
+    other settings. It may go in long calls then, and repairs replay those."""
     _log: ActivationLog = field(init=False)
+    _pieces: list[tuple[int, Pieces]] = field(init=False, default_factory=list)
+    """(position, pieces) of the steps that servers computed in pieces."""
 
     def __post_init__(self) -> None:
         self._log = ActivationLog(self.traits)
@@ -110,20 +116,29 @@ class SessionText:
         self.source_length = max(self.source_length, inputs.source_len)
         self.room.take(position + inputs.seq_len, max_length)
         self.batch_size = inputs.batch_size
+        self.computes_anew = self.computes_anew or not fits
         if not is_same_adapter:
             self.adapter = inputs.adapter
         return fits
 
-    def append(self, position: int, inputs: BlockInputs) -> None:
-        """Note that all blocks have seen `inputs` at `position`, and nothing behind them."""
+    def append(self, position: int, inputs: BlockInputs, pieces: Pieces = ()) -> None:
+        """Note that all blocks have seen `inputs` at `position`, and nothing behind them.
+
+        `pieces`: those in which servers say that they have computed it.
+        """
         # Copies, because users may change their tensors in place, such as position_ids in a loop.
         owned = inputs.with_tensors({name: tensor.detach().clone() for name, tensor in inputs.tensors().items()})
         self._log.append(position, owned)
         self.position = position + inputs.seq_len
+        while self._pieces and self._pieces[-1][0] >= position:
+            self._pieces.pop()
+        if pieces:
+            self._pieces.append((position, pieces))
 
     def remember(self, inputs: BlockInputs) -> None:
         """Note that all blocks have seen `inputs` elsewhere, behind `position`; no cache has them yet."""
         self.append(self.position, inputs)
+        self.computes_anew = True
         self.adapter = inputs.adapter
         self.source_length = max(self.source_length, inputs.source_len)
 
@@ -154,7 +169,34 @@ class SessionText:
     def replay(self, max_tokens: int) -> Iterator[tuple[int, BlockInputs]]:
         """(position, inputs) of everything up to `position`, in chunks of about `max_tokens`."""
         self._log.rollback(self.position)
+        if self.computes_anew:
+            self._log.compute_anew(max_tokens)
+            self._pieces.clear()
         return self._log.replay(max_tokens)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps in which everything up to `position` was computed."""
+        return self._log.num_steps
+
+    @property
+    def has_cut_steps(self) -> bool:
+        """True if a rollback has cut some step; `steps` gives it whole."""
+        return self._log.has_cut_steps
+
+    def steps(self, block: int) -> list[tuple[int, BlockInputs]]:
+        """(position, inputs) of each step as the server of this block computed it, up to `position`."""
+        self._log.rollback(self.position)
+        return list(self._log.steps(self.cuts(block)))
+
+    def cuts(self, block: int) -> list[int]:
+        """The positions at which the server of this block has cut steps into pieces."""
+        found: list[int] = []
+        for position, told in self._pieces:
+            for start, end, lengths in told:
+                if start <= block < end:
+                    found += accumulate(lengths[:-1], initial=position)
+        return found
 
     def past(self) -> list[tuple[int, BlockInputs]]:
         """(position, inputs) of everything up to `position`, in as few calls as possible, mostly one."""

@@ -167,6 +167,7 @@ class Routes:
         self,
         *,
         context_tokens: int = 0,
+        num_steps: int = 0,
         batch_size: int = 1,
         cache_tokens: int = 0,
         row_tokens: int = 0,
@@ -176,6 +177,7 @@ class Routes:
         return RouteCosts(
             round_trips_ms=self._round_trips_ms(),
             context_tokens=context_tokens,
+            num_steps=num_steps,
             batch_size=batch_size,
             cache_tokens=cache_tokens,
             row_tokens=row_tokens,
@@ -271,7 +273,7 @@ class Routes:
             await asyncio.sleep(enough - time.monotonic())
 
     def ask_again(self, span: Span) -> None:
-        """Greet all announced servers of these blocks at once, so that those that answer come first.
+        """Greet all announced servers of these blocks at once; the first to answer come first.
 
         One after the other, all dead servers that are still announced could come before the live one.
         """

@@ -291,12 +291,14 @@ class OpenAI(Dialect):
 
     @get("/v1/models", "List the models.")
     async def models(self, _: Request) -> Response:
-        """A model that isn't open yet has its name only."""
+        """A model that isn't open yet has its name only. Clients offer all of `data` to people, so models that the
+        machines still load are apart."""
         data = [
             self._listed(offer.name) if offer.model is None else self._described(offer.model)
             for offer in self._models.offers
         ]
-        return JSONResponse({"object": "list", "data": data})
+        loading = {"loading": sorted(self._models.coming)} if self._models.coming else {}
+        return JSONResponse({"object": "list", "data": data, **loading})
 
     @get("/v1/models/{name:path}", "Describe a model.", errors=(401, 403, 404))
     async def model(self, request: Request) -> Response:

@@ -144,7 +144,7 @@ function partItem(one) {
   return make(
     "li",
     {},
-    make("p", { class: "facts" }, make("span", { class: "name" }, one.model), ` · blocks ${one.start}:${one.end} · ${one.state}${told ? ` · ${told}` : ""}`),
+    make("p", { class: "facts" }, make("span", { class: "name" }, one.model), `${one.state === "failed" ? "" : ` · blocks ${one.start}:${one.end}`} · ${one.state}${told ? ` · ${told}` : ""}`),
     loads ? bar("progressbar", `Loading ${one.model}`, one.done_bytes, one.total_bytes, told) : null,
     one.problem ? make("p", { class: "problem" }, one.problem) : null,
   );
@@ -155,12 +155,13 @@ function machineItem(machine) {
   const late = machine.seen_s > LATE_S ? `not seen for ${number(machine.seen_s)} s` : "";
   const way = machine.round_trip_ms === null || machine.round_trip_ms === undefined ? "" : `${number(machine.round_trip_ms)} ms away`;
   const disk = machine.disk_left_bytes ? `${gigabytes(machine.disk_left_bytes)} free on the disk` : "";
+  const kept = machine.kept_bytes ? `${gigabytes(machine.kept_bytes)} of models that nobody uses now` : "";
   return make(
     "li",
     {},
     make("div", { class: "row" }, make("h3", { title: machine.peer_id }, machine.name || machine.peer_id.slice(-8)), machine.is_here ? make("span", { class: "state" }, "this machine") : null, late ? make("span", { class: "state late" }, late) : null),
     memory ? bar("meter", `Memory of ${machine.name || machine.peer_id.slice(-8)}`, machine.used_bytes, machine.memory_bytes, memory) : null,
-    make("p", { class: "facts" }, [memory, disk, way].filter(Boolean).join(" · ")),
+    make("p", { class: "facts" }, [memory, disk, kept, way].filter(Boolean).join(" · ")),
     machine.hosted.length ? make("ul", { class: "plain-list parts" }, ...machine.hosted.map(partItem)) : null,
   );
 }

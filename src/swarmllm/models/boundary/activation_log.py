@@ -5,12 +5,18 @@ server is replaced, the log is replayed into the new one.
 
 A rollback cuts the log. A change of the batch's rows is only noted, and applied at a replay. Each step has an attention
 mask for all positions so far. Usually it begins with the mask of the step before, so one mask is kept for many steps.
-A replay joins steps to long calls, but only steps that one call computes in the same way: their masks fit together, and
-their positions have the same rotary frequencies. `block_inputs.arithmetic` returns a number for these frequencies.
+
+There are two ways to replay. `replay` joins steps to long calls, but only steps that one call computes in the same way:
+their masks fit together, and their positions have the same rotary frequencies. `block_inputs.arithmetic` returns a
+number for these frequencies. `steps` gives the steps as they were computed, one by one. This takes longer, but long
+calls round otherwise than short ones, and in 16 bits that changes the text. A step that a rollback has cut is given
+whole, because its length decides how its first positions were rounded. The next step then begins before its end.
 """
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import inf
 from typing import Any
 
@@ -29,9 +35,32 @@ class _Entry:
     """Positions of the text before this step."""
     inputs: BlockInputs
     """The step's inputs. Its mask is in the `_Run` instead."""
+    has_mask: bool
+    """True if the step came with a mask."""
+    whole: BlockInputs | None = None
+    """The step before rollbacks cut it. Its mask has only the columns that were cut; one with more axes is whole."""
     order: Tensor | None = None
     """Rows that were selected after this step: a replay applies it to this entry and all earlier ones, before the
     orders of later entries."""
+
+    @property
+    def end(self) -> int:
+        return self.position + self.inputs.seq_len
+
+    def cut(self, count: int, mask: Tensor | None, traits: BlockTraits) -> None:
+        """Keep the first `count` positions of the step, and remember the whole. `mask` is its run's mask until now."""
+        whole, self.whole = self.whole or self.inputs, None
+        # Rows of the mask may have another order already. Caches without rollback are computed from the text again now,
+        # without the positions that are cut.
+        if self.order is None and traits.rollback:
+            kept = whole.attention_mask
+            if self.has_mask and mask is not None and mask.ndim == 2:
+                columns = mask[:, self.position + count : self.end]
+                kept = columns if kept is None else torch.cat([columns, kept], dim=-1)
+            elif self.has_mask and kept is None:
+                kept = mask
+            self.whole = replace(whole, attention_mask=kept)
+        self.inputs = self.inputs.columns(0, count, self.position, traits)
 
 
 @dataclass(slots=True)
@@ -81,11 +110,15 @@ class ActivationLog:
 
     @property
     def length(self) -> int:
-        return self._entries[-1].position + self._entries[-1].inputs.seq_len if self._entries else 0
+        return self._entries[-1].end if self._entries else 0
+
+    @property
+    def num_steps(self) -> int:
+        return len(self._entries)
 
     @property
     def num_bytes(self) -> int:
-        return sum(entry.inputs.hidden_states.nbytes for entry in self._entries)
+        return sum((entry.whole or entry.inputs).hidden_states.nbytes for entry in self._entries)
 
     @property
     def batch_size(self) -> int:
@@ -94,6 +127,11 @@ class ActivationLog:
             return 1
         last = self._entries[-1]
         return last.inputs.batch_size if last.order is None else len(last.order)
+
+    @property
+    def has_cut_steps(self) -> bool:
+        """True if a rollback has cut some step."""
+        return any(entry.whole is not None for entry in self._entries)
 
     def append(self, position: int, inputs: BlockInputs) -> None:
         """Log a step that begins at `position`; forget what was logged from there on."""
@@ -105,10 +143,11 @@ class ActivationLog:
         step = _Run(position, arithmetic(inputs, position, self._traits), inputs.attention_mask, has)
         if not self._runs or not self._runs[-1].take_in(step, inputs.seq_len):
             self._runs.append(step)
-        self._entries.append(_Entry(position, replace(inputs, attention_mask=None, inner=None, **beside)))
+        has_mask = inputs.attention_mask is not None
+        self._entries.append(_Entry(position, replace(inputs, attention_mask=None, inner=None, **beside), has_mask))
 
     def rollback(self, position: int) -> None:
-        """Forget everything from `position` on. Selections of rows are kept, also those that came after `position`."""
+        """Forget everything from `position` on. Selections of rows are kept, even if they came after `position`."""
         dropped: Tensor | None = None
         while self._entries and self._entries[-1].position >= position:
             dropped = _compose(self._entries.pop().order, dropped)
@@ -116,12 +155,14 @@ class ActivationLog:
             self._runs.pop()
         if not self._entries:
             return
-        self._runs[-1].cut(position)
         last = self._entries[-1]
-        if position < self.length:
-            last.inputs = self._beginning(position)
-            self._note_other_arithmetic(last)
         last.order = _compose(last.order, dropped)
+        if position < self.length:
+            last.cut(position - last.position, self._runs[-1].mask, self._traits)
+            self._runs[-1].cut(position)
+            self._note_other_arithmetic(last)
+        else:
+            self._runs[-1].cut(position)
 
     def _beginning(self, position: int) -> BlockInputs:
         """The inputs of the step around `position`, without its positions from `position` on."""
@@ -133,6 +174,7 @@ class ActivationLog:
         run, now = self._runs[-1], arithmetic(last.inputs, last.position, self._traits)
         if now == run.arithmetic:
             return
+        last.whole = None
         if run.start < last.position:
             own = replace(run, start=last.position)
             run.cut(last.position)
@@ -179,17 +221,60 @@ class ActivationLog:
         """
         if not self._entries:
             return []
-        inputs: list[BlockInputs] = []
-        order: Tensor | None = None
-        for entry in reversed(self._entries):
-            order = _compose(entry.order, order)
-            inputs.append(entry.inputs if order is None else entry.inputs.rows_in_order(order, self._traits))
-        steps = list(zip((entry.position for entry in self._entries), reversed(inputs), strict=True))
-        starts = [run.start for run in self._runs]
+        inputs = self._in_order([entry.inputs for entry in self._entries])
+        steps = list(zip((entry.position for entry in self._entries), inputs, strict=True))
         return [
-            (start, self._joined([step for step in steps if start <= step[0] < end], run.mask))
-            for run, start, end in zip(self._runs, starts, [*starts[1:], self.length], strict=True)
+            (run.start, self._joined([step for step in steps if run.start <= step[0] < end], run.mask))
+            for run, end in self._runs_with_ends()
         ]
+
+    def steps(self, cuts: Iterable[int] = (), *, start: int = 0, end: float = inf) -> Iterator[tuple[int, BlockInputs]]:
+        """(position, inputs) of each step as it was computed, for the present rows, in the order of positions.
+
+        A step may end behind the beginning of the next one, because a rollback has cut it.
+
+        Args:
+            cuts: positions at which steps were cut into pieces when they were computed.
+            start: only steps and pieces that begin at `start` or later, and before `end`.
+        """
+        inputs = self._in_order([entry.whole or entry.inputs for entry in self._entries])
+        runs = iter(self._runs_with_ends())
+        run, run_end = None, 0
+        cuts = sorted(set(cuts))
+        for entry, whole in zip(self._entries, inputs, strict=True):
+            if entry.position >= run_end:
+                run, run_end = next(runs)
+            if entry.end <= start or entry.position >= end:
+                continue
+            mask = None if run is None or not entry.has_mask else _mask_of(entry, whole, run)
+            step = replace(whole, attention_mask=mask)
+            within = cuts[bisect_right(cuts, entry.position) : bisect_left(cuts, entry.end)]
+            for first, last in pairwise([entry.position, *within, entry.position + step.seq_len]):
+                if start <= first < end:
+                    yield first, self._piece(step, entry.position, first, last) if within else step
+
+    def _piece(self, step: BlockInputs, position: int, start: int, end: int) -> BlockInputs:
+        return step.columns(start - position, end - position, position, self._traits)
+
+    def compute_anew(self, max_tokens: int) -> None:
+        """Note that all positions are computed anew, in the calls of `replay`."""
+        calls = list(self.replay(max_tokens))
+        self._entries, self._runs = [], []
+        for position, inputs in calls:
+            self.append(position, inputs)
+
+    def _in_order(self, inputs: Sequence[BlockInputs]) -> list[BlockInputs]:
+        """The present rows of the inputs of all entries."""
+        found: list[BlockInputs] = []
+        order: Tensor | None = None
+        for entry, step in zip(reversed(self._entries), reversed(inputs), strict=True):
+            order = _compose(entry.order, order)
+            found.append(step if order is None else step.rows_in_order(order, self._traits))
+        return found[::-1]
+
+    def _runs_with_ends(self) -> list[tuple[_Run, int]]:
+        starts = [run.start for run in self._runs]
+        return list(zip(self._runs, [*starts, self.length][1:], strict=True))
 
     def _joined(self, steps: Sequence[tuple[int, BlockInputs]], mask: Tensor | None) -> BlockInputs:
         """Join steps, given as (position, inputs), to the inputs of one call with the same effect."""
@@ -209,6 +294,16 @@ class ActivationLog:
             **inputs[0].source_fields(),  # the encoder outputs come with the first step only
             **beside,
         )
+
+
+def _mask_of(entry: _Entry, step: BlockInputs, run: _Run) -> Tensor | None:
+    """The mask that the step of `entry` came with, for the rows of `step`. Its run's mask has the columns that no
+    rollback has cut."""
+    mask, cut = run.mask, step.attention_mask
+    if mask is None or mask.ndim > 2:
+        return mask if cut is None else cut
+    mask = mask[:, : entry.end]
+    return mask if cut is None else torch.cat([mask, cut], dim=-1)
 
 
 def _joined_positions(steps: Sequence[tuple[int, BlockInputs]]) -> Tensor | None:

@@ -248,7 +248,7 @@ class Marks:
 
     A mark is a record of fixed size at the end of a file, with the piece's SHA-256. So a process that is killed leaves
     whole marks, and perhaps half of one, which is cut off. A machine that loses power may keep a mark and lose the
-    piece: `unsure` lists the pieces of which nobody knows that they are on the disk.
+    piece: `unsure` lists the pieces that may not have reached the disk.
     """
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
@@ -263,6 +263,7 @@ class Marks:
         """SHA-256 of each piece that is here."""
         data = self._path.read_bytes() if self._path.exists() else b""
         self._num_bytes = len(data) - len(data) % _RECORD.size
+        self._num_removals = 0
         order = []
         for piece, digest in _RECORD.iter_unpack(data[: self._num_bytes]):
             if piece < manifest.num_pieces:
@@ -298,6 +299,7 @@ class Marks:
         Raises:
             OSError: the marks can't be written.
         """
+        self._num_removals += 1
         for piece in pieces:
             self.held[piece] = False
             self.digests.pop(piece, None)
@@ -306,15 +308,22 @@ class Marks:
             beside.write_bytes(b"".join(_RECORD.pack(*one) for one in self.digests.items()))
         self._num_bytes = _RECORD.size * len(self.digests)
 
-    def synced(self) -> None:
-        """Note that all marked pieces are on the disk. Call it after they were.
+    @property
+    def state(self) -> tuple[int, int]:
+        """The marks there are, for `synced`."""
+        return self._num_removals, self._num_bytes
+
+    def synced(self, state: tuple[int, int]) -> None:
+        """Note that the pieces of this `state` are on the disk. Call it after they were.
 
         Raises:
             OSError: it can't be written.
         """
+        if state[0] != self._num_removals:  # the marks have other places now
+            return
         with suppress(FileNotFoundError), self._path.open("rb") as file:
             os.fsync(file.fileno())
-        replace_file(self._synced, str(self._num_bytes))
+        replace_file(self._synced, str(state[1]))
         self.unsure = []
 
 

@@ -12,19 +12,22 @@ never shared.
 import base64
 import hashlib
 import json
+import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HTTPError
+from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
 from swarmllm.config import require_directory_or_hub_id
 from swarmllm.data_structures import Span
 from swarmllm.errors import BlockWeightsNotFoundError, ConfigurationError, CorruptWeightsError
-from swarmllm.files import replaced, user_path
+from swarmllm.files import existing_path, replaced
 from swarmllm.models.architecture import blocks_class, parts_of
 from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint, spots
 from swarmllm.models.checkpoint.fingerprint import SAMPLED_ROWS
@@ -63,6 +66,8 @@ SMALL_FILE_BYTES = 64 << 20
 """Assumed: the largest tokenizers have 35 MB."""
 WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".tflite", ".npz")
 """Ends of files that are shared only if the checkpoint uses them."""
+HASHING_THREADS = min(4, os.cpu_count() or 1)
+"""Threads that read and hash pieces. Assumed: a core hashes about 1 GB/s, and disks read several."""
 
 ReadRange = Callable[[str, int, int], bytes]
 """Reads (path in the repository, first byte, number of bytes)."""
@@ -101,7 +106,7 @@ def describe(place: str | Path, *, cache_dir: Path | None = None, piece_bytes: i
         WeightsError: files are missing or damaged.
     """
     place = str(place)
-    if not user_path(place).exists():
+    if existing_path(place) is None:
         raise ConfigurationError(f"{place} isn't on this machine: name a directory or a GGUF file")
     checkpoint = open_checkpoint(place)
     directory, gguf = _opened_at(checkpoint, place)
@@ -121,7 +126,7 @@ def describe(place: str | Path, *, cache_dir: Path | None = None, piece_bytes: i
     files = [_described(directory / name, always.get(name), piece_bytes) for name in names]
     packed = pack_samples(samples)
     if packed:
-        digests = _digests(packed[at : at + piece_bytes] for at in range(0, len(packed), piece_bytes))
+        digests = _in_base64(_sha256(packed[at : at + piece_bytes]) for at in range(0, len(packed), piece_bytes))
         files.append(ManifestFile(name=SAMPLES, size=len(packed), digests=digests, always=((0, len(packed)),)))
     manifest = Manifest(
         name=checkpoint.public_name, piece_bytes=piece_bytes, files=tuple(files), gguf=gguf, **_origin(checkpoint, gguf)
@@ -213,14 +218,19 @@ def _read(path: Path, index: int, ranges: Iterable[Range]) -> Iterator[tuple[int
 
 
 def _described(path: Path, always: tuple[Range, ...] | None, piece_bytes: int) -> ManifestFile:
-    with path.open("rb", buffering=0) as file:
-        digests = _digests(iter(partial(file.read, piece_bytes), b""))
     size = path.stat().st_size
+    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(HASHING_THREADS) as threads:
+        read = partial(os.pread, file.fileno(), piece_bytes)
+        digests = _in_base64(threads.map(lambda start: _sha256(read(start)), range(0, size, piece_bytes)))
     return ManifestFile(name=path.name, size=size, digests=digests, always=always or (((0, size),) if size else ()))
 
 
-def _digests(pieces: Iterable[bytes]) -> str:
-    return base64.b64encode(b"".join(hashlib.sha256(piece).digest() for piece in pieces)).decode()
+def _sha256(piece: bytes) -> bytes:
+    return hashlib.sha256(piece).digest()
+
+
+def _in_base64(digests: Iterable[bytes]) -> str:
+    return base64.b64encode(b"".join(digests)).decode()
 
 
 def _stamps(paths: Iterable[Path]) -> Stamps:
@@ -284,6 +294,52 @@ def _remember(known: Path, model: SharedModel) -> None:
 # --- the hub
 
 
+class HubFile(NamedTuple):
+    """The hub's word about one file."""
+
+    size: int
+    sha256: str = ""
+    """Of files that are stored apart from git."""
+    blob_id: str = ""
+    """git's SHA-1 of all others; empty: not known."""
+
+    def is_at(self, path: Path) -> bool:
+        """True if this is the content of a file here, or the hub has told no digest.
+
+        Raises:
+            OSError: it can't be read.
+        """
+        expected = self.sha256 or self.blob_id
+        if not expected:
+            return True
+        found = hashlib.sha256() if self.sha256 else hashlib.sha1(b"blob %d\0" % self.size, usedforsecurity=False)
+        with path.open("rb") as file:
+            while data := file.read(1 << 20):
+                found.update(data)
+        return found.hexdigest() == expected
+
+
+def files_on_hub(repo_id: str, revision: str | None, token: str | None) -> tuple[str | None, dict[str, HubFile]]:
+    """The commit, and the hub's word about each of its files.
+
+    Raises:
+        ConfigurationError: the hub has no such commit, or can't be reached.
+    """
+    try:
+        about = HfApi(token=token).model_info(repo_id, revision=revision, files_metadata=True)
+    except (HfHubHTTPError, ValueError) as error:
+        raise ConfigurationError(f"{repo_id!r} can't be found on the hub: {first_line(error)}") from error
+    except (HTTPError, OSError) as error:
+        raise ConfigurationError(
+            f"{repo_id!r} isn't on this machine, and the hub can't be reached to look there: {first_line(error)}"
+        ) from error
+    return about.sha, {
+        one.rfilename: HubFile(one.size, one.lfs.sha256) if one.lfs else HubFile(one.size, blob_id=one.blob_id or "")
+        for one in about.siblings or ()
+        if one.size is not None
+    }
+
+
 def describe_on_hub(
     place: str, *, revision: str | None = None, token: str | None = None, piece_bytes: int = PIECE_BYTES
 ) -> Manifest:
@@ -295,17 +351,12 @@ def describe_on_hub(
     """
     repo_id, gguf, kind = split_place(place)
     require_directory_or_hub_id(repo_id)
-    try:
-        about = HfApi(token=token).model_info(repo_id, revision=revision, files_metadata=True)
-    except (HTTPError, OSError, ValueError) as error:
-        raise ConfigurationError(f"{repo_id!r} can't be found on the hub: {first_line(error)}") from error
-    sizes = {one.rfilename: one.size for one in about.siblings or () if one.size is not None}
-    whole = {one.rfilename: one.lfs.sha256 for one in about.siblings or () if one.lfs is not None}
+    commit, about = files_on_hub(repo_id, revision, token)
+    sizes = {path: file.size for path, file in about.items()}
     if gguf is None and (kind or CONFIG not in sizes or not any(name in sizes for name, _ in LAYOUTS)):
         gguf = only_gguf(repo_id, sizes, kind)
-    if about.sha is None or (gguf is None and CONFIG not in sizes):
+    if commit is None or (gguf is None and CONFIG not in sizes):
         raise ConfigurationError(f"{repo_id!r} on the hub is no model of transformers, and has no GGUF file")
-    commit = about.sha
 
     def read(path: str, start: int, num_bytes: int) -> bytes:
         return b"".join(hub_range(repo_id, commit, path, start, num_bytes, token=token))
@@ -320,7 +371,7 @@ def describe_on_hub(
             raise CorruptWeightsError(f"{repo_id} on the hub lacks {path}")
         size = sizes[path]
         always = _head_on_hub(path, size, read) if name in weights else ((0, size),) if size else ()
-        files.append(ManifestFile(name=name, size=size, sha256=whole.get(path, ""), always=always))
+        files.append(ManifestFile(name=name, size=size, sha256=about[path].sha256, always=always))
     return Manifest(
         name=f"{repo_id}/{gguf}" if gguf else repo_id,
         piece_bytes=piece_bytes,
@@ -399,7 +450,7 @@ def _head_on_hub(path: str, size: int, read: ReadRange) -> tuple[Range, ...]:
 
 
 def needed_pieces(checkpoint: Checkpoint, manifest: Manifest, span: Span | None, *, client: bool) -> Pieces:
-    """The pieces that blocks of a span, or a client, read of an open checkpoint, with those that every machine needs.
+    """The pieces that blocks of a span, or a client, read of an open checkpoint, and pieces that every machine needs.
 
     A server may also read the rest of its stack, such as a norm after the last block (`load_block_span`). A client
     gets all that is in no block: embeddings, heads, towers for pictures and sound, heads that guess tokens.

@@ -173,6 +173,14 @@ class Dht:
         others = [(peer_id, addr) for peer_id, addr in parted if peer_id != self._identity.peer_id]
         self.initial_peers = list(dict.fromkeys([*others, *self.initial_peers]))[: max(MAX_INITIAL_ADDRS, len(others))]
 
+    async def meet(self, maddrs: Sequence[str]) -> None:
+        """Greet these peers, as far as they aren't known, and then the neighbours that they know."""
+        peers = [split_initial_peer(maddr) for maddr in maddrs]
+        strangers = [peer for peer in peers if peer[0] != self._identity.peer_id and not self.knows(peer[0])]
+        answered, _ = await self._meet(strangers)
+        if answered:
+            await self._meet_neighbours()
+
     def met(self, peer_id: str, addrs: Sequence[str]) -> None:
         """Note that this peer was reached and has these addresses."""
         if self._book is not None and self._book.note(peer_id, addrs):
@@ -386,7 +394,7 @@ class AddressBook:
                 logger.warning("can't save the known peers: %s", error)
 
     def _read(self) -> dict[str, dict[str, tuple[float, list[str]]]]:
-        """The file's entries, without those that make no sense."""
+        """The valid entries of the file."""
         try:
             if self.path.stat().st_size > MAX_BYTES:
                 raise ValueError("it is too large")

@@ -333,6 +333,7 @@ class Peer:
         self, other: Caller, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, max_message_bytes: int
     ) -> FrameStream:
         stream = FrameStream.over(other.peer_id, reader, writer, max_message_bytes=max_message_bytes)
+        stream.host = "" if other.through_relay else other.host
         if other.through_relay and self._dialler is not None:
             stream.through_relay = True
             stream.on_silence = partial(self._dialler.fell_silent, other.peer_id)
@@ -373,6 +374,14 @@ class Peer:
     def join_by(self, initial_peers: Sequence[str]) -> None:
         """Use these as initial peers as well, the next time that this peer is alone."""
         self._running_dht().add_initial_peers(initial_peers)
+
+    async def meet(self, maddrs: Sequence[str]) -> None:
+        """Greet these peers, although others are known: they may know a part of the swarm that this peer doesn't.
+
+        Raises:
+            PeerUnreachableError: this peer is closed, or its daemon died.
+        """
+        await self._running_dht().meet(maddrs)
 
     def prefer_records(self, prefers: Callable[[str], bool]) -> None:
         """Keep the records of these peers before those of others when there are too many."""
@@ -487,7 +496,7 @@ class Incoming:
         self._closed = False
 
     async def start(self, *, buffer_bytes: int = 1 << 16) -> None:
-        """Accept streams from now on, also those that the daemon itself took before.
+        """Accept streams from now on, also streams that the daemon took before.
 
         Raises:
             PeerUnreachableError: the daemon died, or refuses.

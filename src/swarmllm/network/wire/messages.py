@@ -40,6 +40,9 @@ SESSION_ID_LENGTH = 32
 MAX_PATCHES = 4096
 """Most modules of one server's blocks that an adapter may change. A header of 512 KiB holds about as many."""
 MAX_ERROR_LENGTH = 2000
+MAX_PIECES = 1024
+"""Most pieces of a step that a RESULT tells of, of all servers together."""
+MAX_CUTS = 4096
 MAX_PLACE = 15
 """Values that a block may return besides its hidden states. Attention weights are looked for among them."""
 
@@ -68,6 +71,14 @@ Compression = Annotated[str, Field(max_length=16)]
 Timings = Annotated[tuple[tuple[int, int, int], ...], Field(max_length=MAX_BLOCKS, fail_fast=True)]
 """For each server that the step passed: first block, microseconds in the queue, microseconds of computing."""
 
+Pieces = Annotated[
+    tuple[
+        tuple[BlockIndex, BlockIndex, Annotated[tuple[SeqLen, ...], Field(max_length=MAX_PIECES, fail_fast=True)]], ...
+    ],
+    Field(max_length=MAX_BLOCKS, fail_fast=True),
+]
+"""For each server that computed the step in pieces: its first block, the block behind its last, and the lengths of the
+pieces."""
 
 AttentionShape = Annotated[
     tuple[Annotated[int, Field(ge=1, le=MAX_POSITION)], ...], Field(min_length=4, max_length=4, fail_fast=True)
@@ -183,7 +194,11 @@ class StepHeader(PeerModel):
     """True: the attention mask is all ones, `[batch, position + seq_len]`, and isn't sent."""
     replay_hops: Annotated[int, Field(ge=0, le=MAX_BLOCKS)] = 0
     """Above 0: this step rebuilds caches. This many servers run it, this one included, and none answers tensors."""
+    whole: bool = False
+    """True: compute it in one piece if it is of usual length, without shared pages, because it rebuilds caches as they
+    were. Servers of versions without it may cut it."""
     timings: Timings = ()
+    pieces: Pieces = ()
     inner: WantedInner | None = None
     """Values between blocks that the client wants. Each server answers its own in a RESULT, on the stream that opened
     its session."""
@@ -199,6 +214,12 @@ class ReplayHeader(PeerModel):
     replay_hops: Annotated[int, Field(ge=1, le=MAX_BLOCKS)]
     num_choices: NumChoices = 0
     batch_index: BatchIndex = None
+    steps: tuple[Position, Position] | None = None
+    """Send the steps that began at these positions [start, end), one by one as they were computed. None: send all
+    positions, joined to long steps, as servers of versions without this field do
+    (`ServerInfo.replays_steps`)."""
+    cuts: Annotated[tuple[Position, ...], Field(max_length=MAX_CUTS, fail_fast=True)] = ()
+    """Positions at which the successor computed these steps in pieces."""
 
 
 class BatchHeader(PeerModel):
@@ -282,6 +303,7 @@ class ResultHeader(PeerModel):
     position: Position = 0
     """STEP: where its outputs begin. LINK: the position up to which the session has sent its outputs."""
     timings: Timings = ()
+    pieces: Pieces = ()
     pushed: bool = False
     """FORWARD, BACKWARD: the tensors were pushed to `target`."""
     shows: bool = False

@@ -97,6 +97,8 @@ class FrameStream(asyncio.Protocol):
 
     through_relay = False
     """True if a relay passes the bytes on. Set by the maker of the stream."""
+    host = ""
+    """Address of the other end, or of the router before it; empty: not known, or through a relay."""
     on_silence: Callable[[], None] | None = None
     """Called when the stream ends because of silence."""
     make_offer: Callable[[], DirectOffer] | None = None

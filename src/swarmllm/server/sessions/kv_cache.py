@@ -185,7 +185,9 @@ def bytes_of(header: StepHeader | ReplayHeader, message: Message) -> int:
     """Bytes of memory that a message takes until it has been run."""
     num_numbers = len(header.batch_index or ())
     if isinstance(header, StepHeader):
-        num_numbers += 4 * len(header.timings)
+        num_numbers += 4 * len(header.timings) + sum(3 + len(lengths) for _, _, lengths in header.pieces)
+    else:
+        num_numbers += len(header.cuts)
     num_bytes = decompressed_bytes(message.header.get("tensors"), len(message.payload))
     return MESSAGE_BYTES + NUMBER_BYTES * num_numbers + len(message.payload) + num_bytes
 

@@ -19,7 +19,7 @@ is made with the blocks that are served (`streams/serving`); connections use it.
 import asyncio
 import hmac
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -35,11 +35,20 @@ from swarmllm.errors import (
 )
 from swarmllm.machine_memory import return_free_memory
 from swarmllm.models.adapters.block_adapter import BlockAdapter
+from swarmllm.models.boundary.activation_log import ActivationLog
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.boundary.inner_states import InnerStates
 from swarmllm.models.span.packing import Packer
 from swarmllm.network.wire.compression import Outgoing, as_received, compressed
-from swarmllm.network.wire.messages import OpenHeader, ReplayHeader, ResultHeader, StepHeader, Successor, Timings
+from swarmllm.network.wire.messages import (
+    MAX_PIECES,
+    OpenHeader,
+    Pieces,
+    ReplayHeader,
+    ResultHeader,
+    StepHeader,
+    Successor,
+)
 from swarmllm.network.wire.protocol import FrameStream, MessageType, send_error
 from swarmllm.network.wire.tensor_codec import encode_tensors
 from swarmllm.server.device.device import block_errors_translated, memory_errors_translated
@@ -87,7 +96,7 @@ class Outlet:
         stream = self.owner if self.link is None else self.link.stream
         return await compressed(tensors, stream, self.compression, exactly=exactly)
 
-    async def send(self, header: StepHeader, outgoing: Outgoing, timings: Timings, replay_hops: int) -> None:
+    async def send(self, header: StepHeader, outgoing: Outgoing, replay_hops: int) -> None:
         """Send the outputs of a step.
 
         Raises:
@@ -95,11 +104,13 @@ class Outlet:
         """
         if self.link is None:
             descriptors, chunks = encode_tensors({"hidden_states": outgoing["hidden_states"]})
-            result = ResultHeader(id=header.id, end=self.end, position=header.position, timings=timings)
+            result = ResultHeader(
+                id=header.id, end=self.end, position=header.position, timings=header.timings, pieces=header.pieces
+            )
             await self.owner.send(MessageType.RESULT, result.model_dump() | {"tensors": descriptors}, chunks)
             return
         descriptors, chunks = encode_tensors(outgoing)
-        changed = {"session": self.session, "timings": timings, "replay_hops": replay_hops, "tensors": descriptors}
+        changed = {"session": self.session, "replay_hops": replay_hops, "tensors": descriptors}
         await self.link.send(MessageType.STEP, header.model_dump() | changed, chunks)
 
     async def show(self, header: StepHeader, inner: InnerStates, span: Span) -> None:
@@ -266,24 +277,25 @@ class Session:
         if runner.keeps_outputs:  # as the next server receives them
             runner.log.append(header.position, outputs.with_tensors(as_received(outgoing)))
         timings = (*header.timings, (runner.span.start, timed.queue_us, timed.compute_us))
-        await self._pass_on(header, outlet, outgoing, timings)
+        noted = header.model_copy(update={"timings": timings, "pieces": _with_pieces(header.pieces, runner)})
+        await self._pass_on(noted, outlet, outgoing)
         self.passed_on = header.position + header.seq_len
         if outputs.inner is not None:
             await self.outlet.show(header, outputs.inner, runner.span)
         await runner.share(outputs)  # only now, while the next server works
 
-    async def _pass_on(self, header: StepHeader, outlet: Outlet, outgoing: Outgoing, timings: Timings) -> None:
+    async def _pass_on(self, header: StepHeader, outlet: Outlet, outgoing: Outgoing) -> None:
         if header.replay_hops == 1:  # the servers after this one still have their caches
-            done = ResultHeader(id=header.id, position=header.position + header.seq_len, timings=timings)
+            done = ResultHeader(id=header.id, position=header.position + header.seq_len, timings=header.timings)
             await self.owner.send(MessageType.RESULT, done.model_dump())
         else:
-            await self._send(outlet, header, outgoing, timings, max(0, header.replay_hops - 1))
+            await self._send(outlet, header, outgoing, max(0, header.replay_hops - 1))
 
     async def _run_replay(self, header: ReplayHeader) -> None:
-        """Send the kept outputs of positions [0, length) again, in chunks, to the next server."""
+        """Send the kept outputs of positions [0, length) again, in chunks or in their steps, to the next server."""
         await self.runner.go_back(header)
         with block_errors_translated():  # outputs that fitted one by one may not fit together
-            for position, outputs in self.runner.log.replay(REPLAY_CHUNK_TOKENS):
+            for position, outputs in _replayed(self.runner.log, header):
                 step = StepHeader(
                     id=header.id,
                     session=self.id,
@@ -293,17 +305,17 @@ class Session:
                     seq_len=outputs.seq_len,
                     tensors=(),
                     num_choices=self.runner.num_choices,
+                    ones_mask=outputs.has_ones_mask(position),
                     replay_hops=header.replay_hops,
+                    whole=header.steps is not None,
                 )
                 outlet = self.outlet
                 outgoing = await outlet.compressed(step, outputs, exactly=True)
-                await self._send(outlet, step, outgoing, (), header.replay_hops)
+                await self._send(outlet, step, outgoing, header.replay_hops)
 
-    async def _send(
-        self, outlet: Outlet, header: StepHeader, outgoing: Outgoing, timings: Timings, replay_hops: int
-    ) -> None:
+    async def _send(self, outlet: Outlet, header: StepHeader, outgoing: Outgoing, replay_hops: int) -> None:
         try:
-            await outlet.send(header, outgoing, timings, replay_hops)
+            await outlet.send(header, outgoing, replay_hops)
         except PeerError as error:
             if outlet.link is None:
                 raise
@@ -315,6 +327,23 @@ class Session:
         self.unlink()
         self.failed_epoch = max(self.failed_epoch, self.epoch)
         self._inbox.put_nowait(error)
+
+
+def _with_pieces(pieces: Pieces, runner: StepRunner) -> Pieces:
+    """Add the pieces in which a step was computed here, if it wasn't computed as a whole."""
+    lengths = tuple(runner.pieces)
+    num_told = sum(len(others) for _, _, others in pieces)
+    if len(lengths) < 2 or num_told + len(lengths) > MAX_PIECES:
+        return pieces
+    return (*pieces, (runner.span.start, runner.span.end, lengths))
+
+
+def _replayed(log: ActivationLog, header: ReplayHeader) -> Iterable[tuple[int, BlockInputs]]:
+    """(position, outputs) of what a REPLAY asks for."""
+    if header.steps is None:
+        return log.replay(REPLAY_CHUNK_TOKENS)
+    start, end = header.steps
+    return log.steps(header.cuts, start=start, end=end)
 
 
 class SessionTable:

@@ -40,6 +40,10 @@ from swarmllm.server.sessions.prefix_cache import PrefixCache, SharedPrefix
 INNER_FACTOR = 2
 """Inner states are in memory twice: as they were found, and as one tensor to be sent."""
 
+MAX_WHOLE_TOKENS = 1024
+"""Most tokens of a replayed step that runs in one piece if its client wants that. Steps of other clients wait
+meanwhile."""
+
 DECODE_TOKENS = 16
 """Most positions of a step that counts as decoding: a client waits for the next token (speculation sends a few)."""
 
@@ -99,7 +103,7 @@ class StepRunner:
         pages: PrefixCache | None = None,
         account: Callable[[], Account] = lambda: HOUSE,
     ) -> None:
-        """`lease` covers `size` for each row; `adapter` is the client's, `pages` are those that it may share.
+        """`lease` covers `size` for each row; `adapter` is the client's, `pages` are the ones it may share.
 
         `account` returns the account that the device's time counts for.
         """
@@ -109,6 +113,8 @@ class StepRunner:
         self.batch_size = header.batch_size
         self.num_choices = 0
         """Number of times that the client has chosen rows anew."""
+        self.pieces: list[int] = []
+        """Lengths of the pieces in which the last step was computed, that of its shared pages included."""
         self.cache: SpanCache = packer.blocks.new_cache(Span(header.start, header.end), record_past=header.record_past)
         self.log = ActivationLog(packer.blocks.traits)
         """Outputs that a successor may need again; the last server of a chain keeps none."""
@@ -147,6 +153,8 @@ class StepRunner:
         prefix = self._prefix
         if prefix is not None and (not prefix.fits(header.position, inputs, self.cache) or inner is not None):
             prefix = None  # pages have no inner states
+        if header.whole:
+            prefix = None
         # For the rows before and after: until the step has succeeded, the cache may have either number.
         num_rows = max(self.batch_size, header.batch_size)
         try:
@@ -277,6 +285,7 @@ class StepRunner:
         """
         traits = self.packer.blocks.traits
         known: Timed[Tensor | None] = Timed(None, 0, 0)
+        self.pieces = []
         try:
             with block_errors_translated():
                 if prefix is not None:
@@ -284,6 +293,7 @@ class StepRunner:
                     known = await self.device_thread.run_call(reuse, Priority.PREFILL, self.account())
                 if known.value is not None:
                     length = known.value.shape[traits.batch_axis + 1]
+                    self.pieces.append(length)
                     if length == header.seq_len:
                         return Timed(known.value, known.queue_us, known.compute_us)
                     inputs = inputs.columns(length, header.seq_len, header.position, traits)
@@ -337,6 +347,7 @@ class _StepInPieces(SessionStep):
         num_tokens = header.seq_len * header.batch_size
         can_be_cut = priority is Priority.PREFILL and not (inputs.inner and inputs.inner.attentions)
         # Clients cut prompts whose first piece must be longer than the others.
+        can_be_cut = can_be_cut and not (header.whole and num_tokens <= MAX_WHOLE_TOKENS)
         can_be_cut = can_be_cut and uncut(inputs, header.position, runner.packer.blocks.traits) == 1
         super().__init__(
             session=header.session,
@@ -367,6 +378,7 @@ class _StepInPieces(SessionStep):
         self.has_run = True
         inputs, start = self._inputs, self._num_columns
         self._num_columns += num_tokens // header.batch_size
+        runner.pieces.append(self._num_columns - start)
         if num_tokens < header.seq_len * header.batch_size:
             inputs = inputs.columns(start, self._num_columns, header.position, blocks.traits)
         self._inner.append(inputs.inner)
