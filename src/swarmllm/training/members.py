@@ -24,7 +24,7 @@ from pydantic import Field, ValidationError
 
 from swarmllm.data_structures import MAX_ADDRS, PeerModel, PeerText
 from swarmllm.errors import ConfigurationError, LocalProtocolError, PeerError, RemoteProtocolError, SwarmError
-from swarmllm.files import replaced
+from swarmllm.files import read_text, replace_file, replaced
 from swarmllm.network.p2p.block_directory import run_key
 from swarmllm.network.p2p.identity import Identity
 from swarmllm.network.p2p.peer import Peer
@@ -66,6 +66,7 @@ RECORD_S = 60.0
 GREETING_S = 10.0
 FETCH_S = 60.0
 """Longest wait for a difference, or for a piece of a state. Assumed: a home's uplink of 10 Mbit/s sends 75 MB in it."""
+MAX_KEPT_ADDRS = 64
 TELL_WAIT_S = 60.0
 """Seconds between two lines that say which homes are missing."""
 TELL_ROUND_S = 20.0
@@ -75,7 +76,7 @@ MAX_REPEATS = 4
 REFUSED_S = 15.0
 """A state that nobody could send is asked for again after this time."""
 PIECE_BYTES = 16 << 20
-STATE_FILE, TEXTS_FILE = "state.bin", "common_texts.json"
+STATE_FILE, TEXTS_FILE, HOMES_FILE = "state.bin", "common_texts.json", "homes.txt"
 
 
 class RunRecord(PeerModel):
@@ -150,6 +151,8 @@ class Members:
         """The bytes of the state that was asked for last."""
         self._differences: dict[Entry, tuple[Offer, Difference]] = {}
         self._streams: dict[str, FrameStream] = {}
+        self._homes: dict[str, tuple[str, ...]] = {}
+        """Addresses of the members that have been there, by peer id."""
         self._awaited: set[str] = set()
         """Members whose position must come soon."""
         self._dialling: dict[str, asyncio.Task[Any]] = {}
@@ -374,6 +377,7 @@ class Members:
                 continue
             if peer_id == self.me.own.peer_id or not is_member(peer_id, record.member, self.me.run.peer_id):
                 continue
+            self._keep_addresses(peer_id, record.addrs)
             is_new = peer_id not in self._seen
             self._seen.add(peer_id)
             if peer_id in self._streams or peer_id in self._dialling:
@@ -382,6 +386,13 @@ class Members:
                 continue  # it dials this one
             task = self._dialling[peer_id] = self._spawn(self._dial(peer_id, record.addrs), name=f"dial {peer_id}")
             task.add_done_callback(partial(self._dialled, peer_id))
+
+    def _keep_addresses(self, peer_id: str, addrs: tuple[str, ...]) -> None:
+        """Write down where this member is: this home may start again when those of its invite have left."""
+        if self._homes.get(peer_id) != addrs:
+            self._homes[peer_id] = addrs
+            lines = [f"{addr}/p2p/{home}\n" for home, theirs in self._homes.items() for addr in theirs]
+            replace_file(self.me.directory / HOMES_FILE, "".join(lines[:MAX_KEPT_ADDRS]))
 
     def _dialled(self, peer_id: str, _: "asyncio.Task[Any]") -> None:
         self._dialling.pop(peer_id, None)
@@ -426,6 +437,7 @@ class Members:
                 raise PeerError("there is a stream between these members already", stream.peer_id)
             self._spawn(before.close(), name="close the second stream")
         self._streams[stream.peer_id] = stream
+        self._keep_addresses(stream.peer_id, theirs.addrs)
         if theirs.common is not None:
             self._theirs[stream.peer_id] = theirs.common
         self._named[stream.peer_id] = theirs.name
@@ -445,6 +457,7 @@ class Members:
             outer_momentum=rules.outer_momentum,
             trim=rules.trim,
             common=common_texts.digest(self.texts),
+            addrs=self.peer.addrs[:MAX_ADDRS],
             has_state=self.rounds.position is not None,
             is_new=self.rounds.position is None and not self.state.round,
             name=self.me.name,
@@ -793,6 +806,12 @@ class Members:
         line = json.dumps(signed_line(fields, self.me.own), separators=(",", ":"))
         with (self.me.directory / LOG_FILE).open("a", encoding="utf-8") as file:
             file.write(line + "\n")
+
+
+def saved_homes(directory: Path) -> list[str]:
+    """Addresses of the members that were there before this process."""
+    path = directory / HOMES_FILE
+    return read_text(path).split() if path.exists() else []
 
 
 def saved_state(directory: Path, size: int) -> SharedState | None:

@@ -25,7 +25,7 @@ from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
-from swarmllm.data_structures import PeerModel, PeerText
+from swarmllm.data_structures import MAX_ADDRS, PeerModel, PeerText
 from swarmllm.network.p2p.identity import Identity, verify
 from swarmllm.training.differences import MAX_PAST, Rules
 
@@ -73,6 +73,8 @@ class MemberHeader(PeerModel):
     trim: Annotated[float, Field(ge=0, le=0.5)]
     common: Digest | None = None
     """A digest of the common texts (`common_texts.digest`). None: the sender has none."""
+    addrs: Annotated[tuple[Annotated[PeerText, Field(max_length=256)], ...], Field(max_length=MAX_ADDRS)] = ()
+    """Addresses at which the sender can be dialled."""
     has_state: bool = True
     """False: the sender is just joining. True: its POSITION follows."""
     is_new: bool = False

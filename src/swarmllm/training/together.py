@@ -29,7 +29,7 @@ from swarmllm.invite import Invite, is_invite, read_invite, unpack_invites
 from swarmllm.network.p2p.identity import Identity, lock_identity
 from swarmllm.training import common_texts
 from swarmllm.training.differences import Floats, Rules, SharedState, quantize
-from swarmllm.training.members import STATE_FILE, TEXTS_FILE, Members, Membership, Report, saved_state
+from swarmllm.training.members import STATE_FILE, TEXTS_FILE, Members, Membership, Report, saved_homes, saved_state
 from swarmllm.training.privacy import epsilon_of, with_noise
 from swarmllm.training.rounds import MAX_LOSS
 from swarmllm.training.trained import description
@@ -47,11 +47,11 @@ MAX_HOMES_HERE = 16
 class RunSettings:
     """Settings of a home in a run. The first three must be the same in all homes."""
 
-    outer_lr: float = 0.7
-    """Learning rate of the average of all differences. 1 and no momentum: plain averages of the values. The default is
-    DiLoCo's."""
-    outer_momentum: float = 0.9
-    """Nesterov momentum of the averages. The default is DiLoCo's."""
+    outer_lr: float = Rules.outer_lr
+    """Learning rate of the average of all differences. 1 and no momentum: plain averages of the values."""
+    outer_momentum: float = Rules.outer_momentum
+    """Nesterov momentum of the averages. Both defaults are DiLoCo's. For runs of few rounds, 0.8 and a momentum of 0.5
+    are better (`benchmarks/together.py`)."""
     trim: float = 0.0
     """Share of the largest and of the smallest differences of each value to leave out: 0.25 of 4 homes leaves out one
     each. Lies count less then, and so does what only one home has seen."""
@@ -202,14 +202,16 @@ class Together:
             "announce_maddrs": self.settings.announce_maddrs,
             "identity_path": self.directory / "identity.key",
             "reachability": "auto",
-            "address_book": self.directory / "peers.json",
         }
+        met = saved_homes(self.directory)
         try:
-            await members.start(initial_peers=peers, **network)
+            await members.start(initial_peers=tuple(dict.fromkeys([*peers, *met])), **network)
         except PeerUnreachableError as error:
             if not resumes:
                 raise
-            logger.warning("this home goes on alone from its newest shared values: %s", error)
+            path = self.directory / INVITE_FILE
+            text = "no other home can be reached, so this one goes on alone; others join with the new invite in %s: %s"
+            logger.warning(text, path, error)
             await members.start(**network)
         secret = key.key.private_bytes_raw().hex()
         ways = tuple(dict.fromkeys([*members.peer.join_maddrs, *peers]))[:64]
