@@ -124,7 +124,8 @@ def train_together(model_path: str, peers: Sequence[str], steps: int, output_dir
         settings = RunSettings(name=home.kind, host_maddrs=HERE, common_texts=tuple(common), **few_rounds)
         place = output_dir / home.kind
         measure = partial(text_loss, home.model, home.tokenizer)
-        together = Together(home.optimizer, run, 10, directory=place, settings=settings, loss_of=measure)
+        known = {"loss_of": measure, "model": home.model}
+        together = Together(home.optimizer, run, 10, directory=place, settings=settings, **known)
         runs.append(together.__enter__())
 
     def take_part(home: Home, together: Together) -> None:

@@ -13,7 +13,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -54,6 +54,7 @@ from swarmllm.training.rounds import (
     membership,
 )
 from swarmllm.training.run_log import LOG_FILE, signed_line
+from swarmllm.training.trained import disagreement
 from swarmllm.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -100,6 +101,8 @@ class Membership:
     name: str
     shapes: str
     """SHA-256 of the shapes of the trained tensors, in hex."""
+    trained: Mapping[str, str] = field(default_factory=dict)
+    """What is trained (`trained.description`)."""
     rules: Rules
     texts: bytes
     """The common texts that this home names (`common_texts.packed`)."""
@@ -449,6 +452,7 @@ class Members:
             member=membership(self.me.own.peer_id, self.me.run),
             size=self.state.values.size,
             shapes=self.me.shapes,
+            trained=dict(self.me.trained),
             outer_lr=rules.outer_lr,
             outer_momentum=rules.outer_momentum,
             trim=rules.trim,
@@ -483,13 +487,18 @@ class Members:
                 f"this run trains {theirs.size} and {own.size} values of different shapes in two homes: "
                 "use the same model, the same kind of adapter, and the same optimizer groups everywhere"
             )
+        names = self.me.name or "one home", theirs.name or "another one"
+        if (differ := disagreement(own.trained, names[0], theirs.trained, names[1])) is not None:
+            raise ConfigurationError(
+                f"these homes train different things: {differ}. Use the same base model and adapter everywhere"
+            )
         if theirs.rules != self.me.rules:
             raise ConfigurationError(
                 f"homes have different rules, {theirs.rules} and {self.me.rules}: give the same settings everywhere"
             )
         pairs = (own, theirs), (theirs, own)
-        differ = None not in (own.common, theirs.common) and own.common != theirs.common
-        if differ or any(a.common and a.is_new and not b.is_new and not b.common for a, b in pairs):
+        are_others = None not in (own.common, theirs.common) and own.common != theirs.common
+        if are_others or any(a.common and a.is_new and not b.is_new and not b.common for a, b in pairs):
             raise ConfigurationError("homes name different common texts: name them in the first home alone")
         if peer_id not in self._streams and self.num_members >= MAX_MEMBERS:
             raise ConfigurationError(f"this run has {MAX_MEMBERS} members, which is the most")

@@ -44,6 +44,7 @@ PeerId = Annotated[str, Field(min_length=40, max_length=64)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Signature = Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
 Loss = Annotated[float, Field(ge=-MAX_LOSS, le=MAX_LOSS, allow_inf_nan=False)]
+TrainedText = Annotated[PeerText, Field(max_length=256)]
 RoundNumber = Annotated[int, Field(ge=0, le=MAX_ROUND)]
 Entry = tuple[PeerId, Digest, Digest]
 """A difference: the peer id of its home, the digest of the state that it belongs to, and the SHA-256 of its bytes. Two
@@ -63,6 +64,10 @@ class MemberHeader(PeerModel):
     """Number of trained values."""
     shapes: Digest
     """A digest of the shapes of the trained tensors."""
+    trained: Annotated[
+        dict[Annotated[PeerText, Field(max_length=64)], TrainedText], Field(max_length=80, default_factory=dict)
+    ]
+    """Names of parameters, base model and adapter, as far as the sender knows them (`trained.description`)."""
     outer_lr: Annotated[float, Field(ge=0, le=1e6)]
     outer_momentum: Annotated[float, Field(ge=0, le=1)]
     trim: Annotated[float, Field(ge=0, le=0.5)]

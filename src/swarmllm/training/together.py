@@ -32,6 +32,7 @@ from swarmllm.training.differences import Floats, Rules, SharedState, quantize
 from swarmllm.training.members import STATE_FILE, TEXTS_FILE, Members, Membership, Report, saved_homes, saved_state
 from swarmllm.training.privacy import epsilon_of, with_noise
 from swarmllm.training.rounds import MAX_LOSS
+from swarmllm.training.trained import description
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +100,8 @@ class Together:
     `loss_of` returns the loss of the model, with the values that it has at the moment, on the run's common texts
     (`RunSettings.common_texts`): `functools.partial(text_loss, model, tokenizer)`. Without it, this home measures none.
     `directory` holds this home's identity, the log of rounds, and the newest shared state, from which it goes on if
-    nobody else is there. Without `initial_peers` the run has a small swarm of its own.
+    nobody else is there. With `model` (the one with the adapter) homes that train another adapter or base model refuse
+    each other. Without it they compare shapes only. Without `initial_peers` the run has a small swarm of its own.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class Together:
         initial_peers: Sequence[str] = (),
         settings: RunSettings | None = None,
         loss_of: Callable[[Sequence[str]], float] | None = None,
+        model: Any = None,
     ) -> None:
         if not run:
             raise ConfigurationError("the run has no name: give one, or the invite of another home")
@@ -124,6 +127,9 @@ class Together:
             raise ConfigurationError("a home trains in one process: begin without torch.distributed")
         if not 0 < size <= MAX_VALUES:
             raise ConfigurationError(f"{size} trained values: a run needs 1 to {MAX_VALUES}, so train an adapter")
+        self._trained = description(optimizer, model)
+        if not self._trained:
+            logger.warning("homes compare shapes only: give Together the model, and they see if they train the same")
         self._run, self._peers, self._chosen_directory = run, tuple(initial_peers), directory
         self._loop: EventLoop | None = None
         self._members: Members | None = None
@@ -167,6 +173,7 @@ class Together:
             own=own,
             name=(self.settings.name or socket.gethostname())[:64],
             shapes=self._shapes(),
+            trained=self._trained,
             rules=rules,
             texts=self._known_texts(self.directory),
             directory=self.directory,
