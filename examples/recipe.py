@@ -98,7 +98,8 @@ def home_of_run(args: argparse.Namespace, tokenizer: Any) -> TogetherCallback:
     """This home in the run of `--together`. The first home names the common texts."""
     place = args.output_dir / "together"
     texts = () if is_invite(args.together) else common_texts(tokenizer)
-    chosen = RunSettings(wait_for=args.homes, name=args.persona, common_texts=texts)
+    few_rounds = {"outer_lr": 0.8, "outer_momentum": 0.5}  # the defaults are for dozens of rounds
+    chosen = RunSettings(wait_for=args.homes, name=args.persona, common_texts=texts, **few_rounds)
     logging.basicConfig(format="%(message)s", stream=sys.stdout)
     logging.getLogger("swarmllm.training").setLevel(logging.INFO)  # the invite, homes and rounds
     return TogetherCallback(args.together, args.every, directory=place, settings=chosen)

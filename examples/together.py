@@ -120,10 +120,12 @@ def train_together(model_path: str, peers: Sequence[str], steps: int, output_dir
     for home in homes:
         run = runs[0].invite if runs else "three homes"
         common = [] if runs else [text for kind in KINDS for text in unseen(kind, 4)]  # the first home names them
-        settings = RunSettings(name=home.kind, host_maddrs=HERE, common_texts=tuple(common))
+        few_rounds = {"outer_lr": 0.8, "outer_momentum": 0.5}  # the defaults are for dozens of rounds
+        settings = RunSettings(name=home.kind, host_maddrs=HERE, common_texts=tuple(common), **few_rounds)
         place = output_dir / home.kind
         measure = partial(text_loss, home.model, home.tokenizer)
-        together = Together(home.optimizer, run, 10, directory=place, settings=settings, loss_of=measure)
+        known = {"loss_of": measure, "model": home.model}
+        together = Together(home.optimizer, run, 10, directory=place, settings=settings, **known)
         runs.append(together.__enter__())
 
     def take_part(home: Home, together: Together) -> None:

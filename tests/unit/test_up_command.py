@@ -287,7 +287,7 @@ def test_use_without_an_agent(
     assert "start `swarmllm up` first" in capsys.readouterr().err
     StateDirectory(tmp_path).write("page.json", {"url": "http://127.0.0.1:9/", "key": "k"})
     assert use.main(["m"]) == 1
-    assert "doesn't answer at http://127.0.0.1:9/" in capsys.readouterr().err
+    assert "doesn't answer at http://127.0.0.1:9/, because it has ended: start `swarmllm up`" in capsys.readouterr().err
     for argv in (["m", "--drop", "n"], ["--add"], [""], [" "], ["https://example.org/m"]):
         assert use.main(argv) == 2
     capsys.readouterr()

@@ -11,7 +11,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from swarmllm.command_line import Parser, announced_imports, run_command
-from swarmllm.config import SwarmConfig, address_book_path, require_addresses, require_model_place
+from swarmllm.config import SwarmConfig, address_book_path, is_of_machines, require_addresses, require_model_place
 from swarmllm.data_structures import ModelRecord, SwarmSnapshot, size_in_words
 from swarmllm.errors import ConfigurationError, MissingBlocksError
 from swarmllm.files import existing_path, user_path
@@ -243,7 +243,7 @@ async def show_status(config: StatusConfig) -> None:
         return
     texts = [
         status.as_text(
-            terminal_width(), initial_peers, is_private=swarm_name is not None, plans_itself=here is not None
+            terminal_width(), initial_peers, is_private=swarm_name is not None, plans_itself=is_of_machines(swarm_name)
         )
         for status in models
     ] + _same_names(models)

@@ -162,6 +162,8 @@ async def _serve_page(config: UpConfig, agent: "Agent", state: StateDirectory, s
         name = agent.swarm.name or agent.swarm.swarm_id[-8:]
         print(f"swarmllm: {agent.config.name} is a machine of the swarm {name}", flush=True)
         print(f"swarmllm: open {agent.page or address}#key={key}", flush=True)
+        if not agent.wanted:
+            print("swarmllm: choose a model there, or by `swarmllm use MODEL`", flush=True)
         try:
             await unless_stopped(stop, agent.run())
         except BaseExceptionGroup as group:

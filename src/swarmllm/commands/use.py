@@ -110,8 +110,11 @@ class Page:
             with error:
                 return error.code, error.read()
         except (OSError, HTTPException) as error:
+            reason = getattr(error, "reason", error)
+            has_ended = isinstance(reason, ConnectionRefusedError)
+            why = ", because it has ended" if has_ended else f" ({getattr(reason, 'strerror', None) or reason})"
             raise PeerUnreachableError(
-                f"the agent of this machine doesn't answer at {self.url} ({error}): start `swarmllm up`"
+                f"the agent of this machine doesn't answer at {self.url}{why}: start `swarmllm up`"
             ) from None
 
 

@@ -14,6 +14,9 @@ from swarmllm.config import ClientConfig
 from swarmllm.data_structures import ServerInfo, SwarmSnapshot
 from swarmllm.errors import MissingBlocksError
 from swarmllm.network.p2p.discovery import HERE_FILE, SwarmHere, find_swarm_here
+from swarmllm.network.p2p.identity import Identity
+
+SWARM = Identity.generate().peer_id
 
 
 class Empty:
@@ -118,7 +121,7 @@ async def test_a_client_on_a_machine_of_a_swarm_uses_that_swarm(
 ) -> None:
     async def here() -> SwarmHere | None:
         models = looks.pop(0)
-        return None if models is None else SwarmHere("home", "s", ("here",), models)
+        return None if models is None else SwarmHere("home", SWARM, ("here",), models)
 
     async def find_swarm(*_: Any, **__: Any) -> tuple[str, ...]:
         raise MissingBlocksError("no swarm")
@@ -136,7 +139,7 @@ async def test_a_client_on_a_machine_of_a_swarm_uses_that_swarm(
         return
     await look_ups.connect()
     assert look_ups.peer.addresses == ("here",)  # type: ignore[attr-defined]
-    assert look_ups._directory._swarm_name == "s"
+    assert look_ups._directory._swarm_name == SWARM
     monkeypatch.setattr(look_ups, "_directory", Empty())
     look_ups.snapshot = SwarmSnapshot(4, (ServerInfo(peer_id="1" * 52, start=0, end=2),))
     assert "`swarmllm use` shows" in str(await look_ups.explained(MissingBlocksError("none", (2, 3)), None, ""))

@@ -55,7 +55,7 @@ class _Entry:
         if self.order is None and traits.rollback:
             kept = whole.attention_mask
             if self.has_mask and mask is not None and mask.ndim == 2:
-                columns = mask[:, self.position + count :]
+                columns = mask[:, self.position + count : self.end]
                 kept = columns if kept is None else torch.cat([columns, kept], dim=-1)
             elif self.has_mask and kept is None:
                 kept = mask
