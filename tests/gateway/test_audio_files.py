@@ -19,10 +19,7 @@ from swarmllm.gateway.apis.audio_files import FORMATS, read_sound
 from swarmllm.gateway.errors import ApiError
 
 LONGEST_S = 20.0
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::scipy.io.wavfile.WavFileWarning"),  # of files that end too early
-    pytest.mark.rotates(3, whole_file=True),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::scipy.io.wavfile.WavFileWarning")  # of files that end too early
 
 
 def read(data: bytes, longest_s: float = LONGEST_S) -> Any:
