@@ -1,4 +1,4 @@
-"""What a home trains, in words that homes compare: names of parameters, base model, and settings of the adapter.
+"""Description of what a home trains, for other homes: names of parameters, base model, and settings of the adapter.
 
 Shapes don't tell: q_proj and o_proj, or a base model and its chat version, often have the same. Each home tells what it
 knows. Homes refuse each other if something that both know differs.
@@ -32,7 +32,7 @@ that the names of the parameters show better."""
 
 
 def description(optimizer: torch.optim.Optimizer, model: Any = None) -> dict[str, str]:
-    """What this home trains. Without `model`, only an optimizer that was made with names knows something."""
+    """Describe what this home trains. Without `model`, only an optimizer that was made with names knows something."""
     names = _names(optimizer, model)
     found = {} if names is None else {"the list of trained parameters": _of_names(names)}
     if model is None:
