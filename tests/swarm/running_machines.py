@@ -3,10 +3,12 @@
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from typing import IO, Any
 
 from tests import forked
 
@@ -48,13 +50,23 @@ class Machine:
             line = [sys.executable, str(PROGRAM), json.dumps(self._settings)]
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
             self.process = forked.popen(line, stderr=log, start_new_session=True, **pipes)
+        # Nobody looks at a machine while the test waits for another one. Its agent would stand still at a full pipe.
+        self._lines: SimpleQueue[str] = SimpleQueue()
+        self._reader = threading.Thread(target=self._keep_lines, args=(self.process.stdout, self._lines), daemon=True)
+        self._reader.start()
+
+    @staticmethod
+    def _keep_lines(output: IO[str], lines: "SimpleQueue[str]") -> None:
+        for line in output:
+            lines.put(line)
+        lines.put("")
 
     def _write(self, content: Any) -> None:
         self.process.stdin.write(json.dumps(content) + "\n")
         self.process.stdin.flush()
 
     def _read(self) -> dict[str, Any]:
-        line = self.process.stdout.readline()
+        line = self._lines.get()
         assert line, f"{self.name} ended: {self.log.read_text()[-3000:]}"
         found: dict[str, Any] = json.loads(line)
         self.picture = found.get("picture", self.picture)
@@ -89,6 +101,7 @@ class Machine:
     def _close_pipes(self) -> None:
         with suppress(BrokenPipeError):
             self.process.stdin.close()
+        self._reader.join()
         self.process.stdout.close()
 
     def __enter__(self) -> "Machine":
