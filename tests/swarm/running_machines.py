@@ -3,9 +3,11 @@
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 from tests import forked
@@ -48,13 +50,17 @@ class Machine:
             line = [sys.executable, str(PROGRAM), json.dumps(self._settings)]
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
             self.process = forked.popen(line, stderr=log, start_new_session=True, **pipes)
+        self.picture = {}
+        self._lines: Queue[str] = Queue()
+        self._reader = threading.Thread(target=_read_all, args=(self.process.stdout, self._lines))
+        self._reader.start()  # a machine whose pipe is full would stand still
 
     def _write(self, content: Any) -> None:
         self.process.stdin.write(json.dumps(content) + "\n")
         self.process.stdin.flush()
 
     def _read(self) -> dict[str, Any]:
-        line = self.process.stdout.readline()
+        line = self._lines.get()
         assert line, f"{self.name} ended: {self.log.read_text()[-3000:]}"
         found: dict[str, Any] = json.loads(line)
         self.picture = found.get("picture", self.picture)
@@ -89,6 +95,7 @@ class Machine:
     def _close_pipes(self) -> None:
         with suppress(BrokenPipeError):
             self.process.stdin.close()
+        self._reader.join()
         self.process.stdout.close()
 
     def __enter__(self) -> "Machine":
@@ -97,6 +104,12 @@ class Machine:
     def __exit__(self, *_: object) -> None:
         if self.process.poll() is None:
             self.stop()
+
+
+def _read_all(pipe: Any, lines: "Queue[str]") -> None:
+    for line in pipe:
+        lines.put(line)
+    lines.put("")
 
 
 def online(picture: dict[str, Any], model: str) -> dict[str, tuple[int, int]]:
