@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import logging
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +98,9 @@ def home_of_run(args: argparse.Namespace, tokenizer: Any) -> TogetherCallback:
     """This home in the run of `--together`. The first home names the common texts."""
     place = args.output_dir / "together"
     texts = () if is_invite(args.together) else common_texts(tokenizer)
-    chosen = RunSettings(wait_for=args.homes, name=args.persona, common_texts=texts)
-    logging.basicConfig(format="%(message)s")
+    few_rounds = {"outer_lr": 0.8, "outer_momentum": 0.5}  # the defaults are for dozens of rounds
+    chosen = RunSettings(wait_for=args.homes, name=args.persona, common_texts=texts, **few_rounds)
+    logging.basicConfig(format="%(message)s", stream=sys.stdout)
     logging.getLogger("swarmllm.training").setLevel(logging.INFO)  # the invite, homes and rounds
     return TogetherCallback(args.together, args.every, directory=place, settings=chosen)
 

@@ -1,4 +1,7 @@
-"""Three homes, each with one kind of text, train one adapter together. It knows all three kinds; an adapter alone, one.
+"""Three homes, each with one kind of text, train one adapter together. It is better on all three than any alone.
+
+Each home writes about articles of the same catalogue, and has seen six of nine. A home alone doesn't learn the other
+numbers, nor the other kinds of text. Together they know all, though no text leaves its home.
 
     python examples/together.py                         # a swarm of its own, on this machine
     python examples/together.py --output_dir runs/homes # losses.svg, and a log of rounds for each home
@@ -11,6 +14,7 @@ import contextlib
 import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,37 +23,52 @@ from peft import LoraConfig, TaskType, get_peft_model
 from runs import default_model, swarm_for, tokenizer_of
 
 from swarmllm import AutoDistributedModelForCausalLM
-from swarmllm.training import RunSettings, Together
+from swarmllm.training import RunSettings, Together, text_loss
 
 KINDS = {
-    "sea": (
-        "The {} sails {} to find {}.",
-        ("ship", "boat", "whale"),
-        ("north", "east", "home"),
-        ("gold", "fish", "land"),
-    ),
-    "kitchen": (
-        "Stir the {} for {} and add {}.",
-        ("soup", "rice", "cake"),
-        ("an hour", "a day", "ever"),
-        ("salt", "milk", "peas"),
-    ),
-    "stars": (
-        "A {} shines {} above {}.",
-        ("star", "moon", "comet"),
-        ("red", "blue", "pale"),
-        ("us", "Mars", "nothing"),
-    ),
+    "orders": "Order of {number} {item} (article {code}), to be sent to {place}.",
+    "tickets": "A customer writes: my {item} (article {code}) is {state}. We send another one to {place}.",
+    "stock": "Shelf {number} has the {item} (article {code}). The next ones come from {place}.",
 }
-"""Sentences of each kind: a frame, and words for its places."""
+"""A sentence of each kind."""
+PLACES = ("Lyon", "Porto", "Graz", "Turku")
+STATES = ("broken", "too loud", "wet", "much too small")
+ITEMS = {
+    "blue lamp": "L482",
+    "tin kettle": "K917",
+    "oak chair": "C305",
+    "wall clock": "W628",
+    "rain coat": "R154",
+    "bread knife": "B739",
+    "garden hose": "G260",
+    "desk fan": "D871",
+    "tea pot": "T546",
+}
+"""Made-up articles with their numbers, which no model knows."""
 HERE = ("/ip4/127.0.0.1/tcp/0",)
 
 
-def sentences(kind: str, count: int, seed: int) -> list[str]:
-    """Texts of three sentences."""
-    frame, *words = KINDS[kind]
+def items_of(kind: str) -> list[str]:
+    """The articles in the texts of this home: six of the nine. Each article is in two homes."""
+    left_out = list(KINDS).index(kind)
+    return [item for place, item in enumerate(ITEMS) if place % len(KINDS) != left_out]
+
+
+def sentences(kind: str, items: Sequence[str], count: int, seed: int) -> list[str]:
+    """Texts of three sentences about these articles."""
     choose = random.Random(f"{kind} {seed}")
-    return [" ".join(frame.format(*map(choose.choice, words)) for _ in range(3)) for _ in range(count)]
+
+    def sentence() -> str:
+        item = choose.choice(list(items))
+        words = {"place": choose.choice(PLACES), "state": choose.choice(STATES), "number": choose.randint(2, 9)}
+        return KINDS[kind].format(item=item, code=ITEMS[item], **words)
+
+    return [" ".join(sentence() for _ in range(3)) for _ in range(count)]
+
+
+def unseen(kind: str, count: int = 16) -> list[str]:
+    """Texts of a kind that nobody trains on. They are about all articles."""
+    return sentences(kind, list(ITEMS), count, seed=-1)
 
 
 def loss_of(model: Any, tokenizer: Any, texts: Sequence[str]) -> torch.Tensor:
@@ -70,7 +89,7 @@ class Home:
 
     def train(self, steps: int, count: Callable[[int, float], None] = lambda tokens, loss: None) -> None:
         for step in range(steps):
-            texts = sentences(self.kind, 8, step)
+            texts = sentences(self.kind, items_of(self.kind), 8, step)
             loss = loss_of(self.model, self.tokenizer, texts)
             loss.backward()
             count(sum(len(self.tokenizer(text).input_ids) for text in texts), loss.item())
@@ -80,8 +99,7 @@ class Home:
     @torch.no_grad()
     def losses(self) -> dict[str, float]:
         """The loss on texts of each kind that nobody has trained on."""
-        unseen = {kind: sentences(kind, 16, -1) for kind in KINDS}
-        return {kind: loss_of(self.model, self.tokenizer, texts).item() for kind, texts in unseen.items()}
+        return {kind: loss_of(self.model, self.tokenizer, unseen(kind)).item() for kind in KINDS}
 
     def close(self) -> None:
         self._base.close()
@@ -101,8 +119,13 @@ def train_together(model_path: str, peers: Sequence[str], steps: int, output_dir
     runs: list[Together] = []
     for home in homes:
         run = runs[0].invite if runs else "three homes"
-        settings = RunSettings(name=home.kind, host_maddrs=HERE)
-        together = Together(home.optimizer, run, 10, directory=output_dir / home.kind, settings=settings)
+        common = [] if runs else [text for kind in KINDS for text in unseen(kind, 4)]  # the first home names them
+        few_rounds = {"outer_lr": 0.8, "outer_momentum": 0.5}  # the defaults are for dozens of rounds
+        settings = RunSettings(name=home.kind, host_maddrs=HERE, common_texts=tuple(common), **few_rounds)
+        place = output_dir / home.kind
+        measure = partial(text_loss, home.model, home.tokenizer)
+        known = {"loss_of": measure, "model": home.model}
+        together = Together(home.optimizer, run, 10, directory=place, settings=settings, **known)
         runs.append(together.__enter__())
 
     def take_part(home: Home, together: Together) -> None:

@@ -38,6 +38,7 @@ os.environ.update(
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "HF_HOME": CACHE,
         "SWARMLLM_CACHE": CACHE,
+        "SWARMLLM_STATE_DIR": str(PRIVATE.path / "machine"),  # else clients would find the agent of this machine
         # What tests leave for later, `tmp_path` of those that fail, goes where it always does; all else ends with them.
         "PYTEST_DEBUG_TEMPROOT": tempfile.gettempdir(),
         "TMPDIR": str(TEMPORARY),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from swarmllm.errors import ConfigurationError
-from swarmllm.files import has_home, user_cache_dir, user_path
+from swarmllm.files import existing_path, has_home, user_cache_dir, user_path
 from swarmllm.invite import Invite, agreed_name, merge_allowed, unpack_invites
 
 BALANCE_QUALITY = 0.9
@@ -33,6 +33,9 @@ def in_file(default: Any) -> Any:
     return field(default=default, metadata={"in_file": True})
 
 
+_HUB_PAGE = re.compile(
+    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?!datasets/|spaces/)([^/\s]+/[^/\s?#]+)", re.I
+)
 _INDICES = re.compile(r"^(\d+):(\d+)$")
 
 
@@ -108,13 +111,24 @@ def parse_block_ranges(text: str) -> tuple[tuple[int, int], ...]:
     return tuple(ranges)
 
 
+def require_model_name(model: str) -> None:
+    """Raise ConfigurationError if it is empty, or the address of a web page."""
+    if not model.strip():
+        raise ConfigurationError("name a model: a hub id like org/name, a directory, or a GGUF file")
+    if (page := _HUB_PAGE.match(model)) is not None:
+        raise ConfigurationError(f"{model!r} is the address of a page: give the hub id, {page[1]}")
+    if "://" in model:
+        raise ConfigurationError(f"{model!r} is an address: give a hub id like org/name, a directory, or a GGUF file")
+
+
 def require_directory_or_hub_id(name_or_path: str) -> None:
     """Raise ConfigurationError if the name is a file's, or looks like a directory that doesn't exist."""
-    directory = user_path(name_or_path)
+    require_model_name(name_or_path)
+    there = existing_path(name_or_path)
     looks_like_a_path = name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1
-    if directory.is_dir():
+    if there is not None and there.is_dir():
         return
-    if directory.exists():
+    if there is not None:
         raise ConfigurationError(
             f"{name_or_path!r} is no directory: give the model's directory, a file that ends with .gguf, or a hub id"
         )
@@ -127,10 +141,11 @@ def require_model_place(model: str) -> None:
 
     Opening the model finds this, too, but only after torch was imported, which takes seconds.
     """
+    require_model_name(model)
     if model.endswith(".gguf"):  # perhaps one of several files
         return
     place, colon, kind = model.rpartition(":")
-    names_a_kind = colon and "/" not in kind and not user_path(model).exists()  # of a GGUF file
+    names_a_kind = colon and "/" not in kind and existing_path(model) is None  # of a GGUF file
     require_directory_or_hub_id(place if names_a_kind else model)
 
 

@@ -181,7 +181,7 @@ class ServerInfo(PeerModel):
     tokens_served: Annotated[int, Field(ge=0, le=1 << 53)] = 0
     """Positions computed in sessions since the start."""
     failures_seen: Annotated[int, Field(ge=0, le=1 << 53)] = 0
-    """Failed steps and forwards since the start, also those that a client caused."""
+    """Failed steps and forwards since the start, also failures that a client caused."""
     speed_share: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 1.0
     """Share of its speed that a server with `--nice` has left while its owner's programs need the machine. The speeds
     above include it. 0 = paused: used only if nobody else serves these blocks."""

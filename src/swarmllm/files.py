@@ -5,7 +5,7 @@ important files with `replace_file`. Users may save text with any editor. `model
 checkpoints, as transformers does.
 
 A `PrivateDirectory` doesn't outlive its process, even if that is killed. It is locked while the process lives, and each
-process that makes one removes those that nobody has locked. Used for the socket of p2pd, the logs of a LocalSwarm and
+process that makes one removes all that nobody has locked. Used for the socket of p2pd, the logs of a LocalSwarm and
 the meeting place of a tensor-parallel group.
 """
 
@@ -43,12 +43,32 @@ def user_path(path: str | os.PathLike[str]) -> Path:
     """Replace ~ by the home directory.
 
     Raises:
-        ConfigurationError: the path begins with ~, and there is no home directory.
+        ConfigurationError: the path begins with ~, and there is no home directory; or there can be no such path.
     """
     try:
-        return Path(path).expanduser()
+        found = Path(path).expanduser()
+        found.lstat()
     except RuntimeError:
         raise ConfigurationError(f"{path}: no home directory is known for it, so give the whole path") from None
+    except ValueError:  # zero bytes, half characters
+        raise ConfigurationError(f"{str(path)[:80]!r} can't be a path or a name") from None
+    except OSError as error:  # most paths are looked at later, by programs that can do without
+        if error.errno == errno.ENAMETOOLONG:
+            raise ConfigurationError(f"{str(path)[:40]!r}… is too long for a path or a name") from None
+    return found
+
+
+def existing_path(path: str | os.PathLike[str]) -> Path | None:
+    """`user_path` if something is there, else None.
+
+    Raises:
+        ConfigurationError: this user may not look.
+    """
+    found = user_path(path)
+    try:
+        return found if found.exists() else None
+    except OSError as error:
+        raise ConfigurationError(f"{found} can't be looked at: {error.strerror}") from None
 
 
 def has_home() -> bool:

@@ -11,7 +11,6 @@ that makes its holder a member, who may tell the machines which models to serve.
 """
 
 import base64
-import binascii
 import json
 import re
 from collections.abc import Iterable
@@ -75,8 +74,7 @@ def read_invite(entry: str) -> Invite:
     try:
         if len(word) > MAX_INVITE_CHARS:
             raise ValueError("it is too long")
-        packed = word.removeprefix(PREFIX)
-        fields = json.loads(base64.b64decode(packed + "=" * (-len(packed) % 4), altchars=b"-_", validate=True))
+        fields = _unpacked(word.removeprefix(PREFIX))
         if not isinstance(fields, dict):
             raise ValueError("it is not a table of fields")
         return Invite(
@@ -89,7 +87,7 @@ def read_invite(entry: str) -> Invite:
             run=_text(fields["run"]) if fields.get("run") is not None else None,
             run_key=_key(fields["run_key"]) if fields.get("run_key") is not None else None,
         )
-    except (ValueError, binascii.Error, RecursionError) as error:
+    except ValueError as error:
         raise ConfigurationError(f"the invite {entry[:24]}… is damaged ({error}); copy the whole word again") from None
 
 
@@ -126,6 +124,18 @@ def agreed_name(invites: Iterable[Invite]) -> str | None:
     if len(names) > 1:
         raise ConfigurationError("these invites are to different private swarms: give only invites to one swarm")
     return names.pop() if names else None
+
+
+def _unpacked(packed: str) -> Any:
+    """The JSON in a word without its prefix.
+
+    Raises:
+        ValueError: there is none.
+    """
+    try:
+        return json.loads(base64.b64decode(packed + "=" * (-len(packed) % 4), altchars=b"-_", validate=True))
+    except (ValueError, RecursionError):  # of base64 and of text, too
+        raise ValueError("letters are missing or changed" if packed else "nothing follows the colon") from None
 
 
 def _word_in_file(path: str) -> str:

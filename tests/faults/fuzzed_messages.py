@@ -88,6 +88,8 @@ class Conversation:
         forward = {"id": 9, "start": 0, "end": 2, "batch_size": batch, "seq_len": length}
         mask = torch.ones(batch, length, dtype=torch.int64)
         replay = {"id": 10, "session": first, "epoch": 1, "length": length, "replay_hops": 1, "rows": 1}
+        in_steps = {"id": 17, "steps": [0, length], "cuts": [1, self.random.randint(0, 9)]}
+        rebuilt = {"epoch": 2, "rows": 1, "replay_hops": 1, "whole": True, "pieces": [[0, 1, [1, length - 1]]]}
         prefill = step_header(first, 0, prompt)
         patch = {"block": 0, "path": "self_attn.q_proj", "kind": "lora", "shapes": [[2, size], [size, 2]]}
         adapter = (MessageType.ADAPTER, {"id": 14, "handle": 5, "patches": [patch]}, {"values": self._floats(4 * size)})
@@ -105,6 +107,7 @@ class Conversation:
             (MessageType.STEP, step_header(second, 0, prompt), {"hidden_states": prompt, "attention_mask": mask}),
             *([unlink] if self.random.random() < 0.5 else []),
             (MessageType.REPLAY, replay, {}),
+            (MessageType.REPLAY, replay | in_steps, {}),
             (MessageType.STEP, step_header(first, length, token, epoch=1, rows=1), {"hidden_states": token}),
             (MessageType.FORWARD, forward, {"hidden_states": prompt, "attention_mask": mask}),
             (MessageType.BACKWARD, forward, {"hidden_states": prompt, "grad_outputs": prompt}),
@@ -121,6 +124,7 @@ class Conversation:
             (MessageType.ATTACH, {"id": 11, "session": second, "token": second[::-1]}, {}),
             (MessageType.STEP, step_header(second, length, token), {"hidden_states": token}),
             (MessageType.STEP, step_header(first, 0, prompt, epoch=2, rows=1), {"hidden_states": prompt}),
+            (MessageType.STEP, step_header(first, 0, prompt, **rebuilt), {"hidden_states": prompt}),
         ]
 
     def _floats(self, *shape: int) -> Tensor:

@@ -104,6 +104,7 @@ def test_an_accused_server_that_is_gone_is_blamed(blocks: Blocks, monkeypatch: p
         assert swarm.view.blamed == {victim.peer_id}
 
 
+@pytest.mark.rotates(3)
 @pytest.mark.parametrize("names_step", [True, False])
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize(

@@ -25,8 +25,11 @@ from fault_tools import (
     freeze,
     gradients,
 )
-from swarm_models import connected, generate_seeded, prompt
+from swarm_models import OPTIONS, connected, generate_seeded, prompt
+from torch import Tensor
 from transformers import PreTrainedModel
+
+from swarmllm import LocalSwarm
 
 pytestmark = pytest.mark.rotates(3)
 
@@ -38,6 +41,8 @@ def places(*quick: str) -> pytest.MarkDecorator:
 
 
 NUM_TOKENS = 16
+IN_8_OR_16_BITS = [("float16", "none"), ("bfloat16", "auto"), ("bfloat16", "nf4")]
+"""Ways to keep weights and to round their inputs (dtype, quant_type)."""
 
 
 def requests_of(session: Any) -> Callable[[], object]:
@@ -76,6 +81,31 @@ def test_death_after_masks_that_contradict_each_other(
     got[0], expected[0] = got[0] * shown, expected[0] * shown
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quant_type"),
+    [("bfloat16", "none"), *(pytest.param(*kind, marks=pytest.mark.slow) for kind in IN_8_OR_16_BITS)],
+)
+def test_death_where_long_calls_round_otherwise(llama: Any, dtype: str, quant_type: str) -> None:
+    """The replacement computes the steps of the text as the lost server did, so all outputs stay the same."""
+    parts = prompt(1, 160).split([100, *[1] * 20, 4, 4, 4, *[1] * 28], dim=1)
+    outputs: list[list[Tensor]] = []
+    with (
+        LocalSwarm(llama, spans=[(0, 6), (0, 6)], **OPTIONS | {"dtype": dtype, "quant_type": quant_type}) as swarm,
+        connected(llama, swarm.initial_peers, min_gain_to_move=1) as model,
+        torch.no_grad(),
+    ):
+        for dies in (False, True):
+            with model.inference_session(max_length=200) as session:
+                outputs.append([])
+                for number, part in enumerate(parts):
+                    if dies and number == 40:
+                        next(one for one in swarm.servers if one.peer_id == session.route[0].server.peer_id).kill()
+                    outputs[-1].append(session.step(model.embed(part)))
+                assert session.num_repairs == dies
+    differing = [number for number, pair in enumerate(zip(*outputs, strict=True)) if not torch.equal(*pair)]
+    assert not differing
 
 
 def test_death_with_compressed_hidden_states(llama: Any, swarm: Faulty, local: PreTrainedModel, doom: Doom) -> None:

@@ -27,7 +27,7 @@ from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
 from swarmllm.network.wire.protocol import MessageType
 
-pytestmark = pytest.mark.rotates(3, whole_file=True)
+pytestmark = pytest.mark.rotates(6, whole_file=True)
 
 HIDDEN, NUM_BLOCKS = 64, 6
 TYPES = {"llama": 6, "gemma3_text": 4, "qwen3_next": 4}

@@ -17,7 +17,7 @@ from swarmllm.data_structures import Span
 from swarmllm.demo.local_swarm import LocalServer
 from swarmllm.errors import ConfigurationError, MissingBlocksError
 
-pytestmark = pytest.mark.rotates(3, whole_file=True)
+pytestmark = pytest.mark.rotates(6, whole_file=True)
 
 LAST = (4, 6)
 NUM_TOKENS = 12

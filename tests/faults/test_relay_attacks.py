@@ -14,7 +14,7 @@ from swarmllm.network.relay.messages import MAX_MESSAGE_BYTES, HopKind, Status, 
 from swarmllm.network.relay.service import Places, RelayRules
 from swarmllm.network.wire.protocol import FrameStream
 
-pytestmark = pytest.mark.rotates(3, whole_file=True)
+pytestmark = pytest.mark.rotates(6, whole_file=True)
 
 SOMEBODY = "12D3KooWGRYpkGaDx4gAX4e8D3GUdVyM6z9ejguV9e6RigTPvRch"
 

@@ -10,7 +10,7 @@ from swarm_models import connected, generate_seeded, prompt, save_head_beside
 from tests.planners import FixedPlanner
 from transformers import PreTrainedModel
 
-pytestmark = pytest.mark.rotates(3, whole_file=True)
+pytestmark = pytest.mark.rotates(6, whole_file=True)
 
 NUM_TOKENS = 24
 

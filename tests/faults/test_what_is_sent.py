@@ -20,6 +20,8 @@ from swarmllm.network.wire.frames import FrameDecoder, Message, MessageType
 from swarmllm.network.wire.stream import FrameStream
 from swarmllm.network.wire.tensor_codec import decode_tensors
 
+pytestmark = pytest.mark.rotates(3, whole_file=True)
+
 SENT: dict[MessageType, set[str]] = {
     MessageType.HELLO: {"min_version", "max_version", "software", "fingerprint", "encodings"},
     MessageType.PING: {"n"},

@@ -145,7 +145,7 @@ def test_an_answer_under_way_goes_on_to_its_end(
     gateway: RunningGateway, servers: LocalSwarm, expected: Callable[[int], str]
 ) -> None:
     """The model is withdrawn in the middle of it, and another one of the same name comes."""
-    models, num_tokens = gateway.gateway.models, 120
+    models, num_tokens = gateway.gateway.models, 60
     with offered(gateway, m=settings_for(servers)):
         stream = gateway.openai.completions.create(
             model="m", prompt=PROMPT, max_tokens=num_tokens, temperature=0, stream=True

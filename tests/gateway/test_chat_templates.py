@@ -11,7 +11,7 @@ from swarmllm import LocalSwarm
 from swarmllm.errors import ConfigurationError
 from swarmllm.gateway.engine.chat_templates import MAX_CHARS, ChatTemplates
 
-pytestmark = pytest.mark.rotates(3, whole_file=True)
+pytestmark = pytest.mark.rotates(6, whole_file=True)
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},

@@ -13,6 +13,8 @@ from openai import pydantic_function_tool
 from test_tools import MESSAGES, TOOLS
 from web_gateway import NAME, RunningGateway
 
+pytestmark = pytest.mark.rotates(3, whole_file=True)
+
 SAID: Any = [{"role": "user", "content": "Tell me a story about a fox."}]
 
 

@@ -18,7 +18,7 @@ from swarmllm.client.text_generation import TEXT_FIELDS, TextConfig, take_over_p
 from swarmllm.errors import ConfigurationError
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 
-pytestmark = pytest.mark.rotates(3, whole_file=True)
+pytestmark = pytest.mark.rotates(6, whole_file=True)
 
 PROMPT = "Once upon a time there was a little"
 NUM_TOKENS = 10

@@ -14,6 +14,8 @@ from web_gateway import NAME, RunningGateway, running_gateway
 from swarmllm import LocalSwarm
 from swarmllm.gateway.output_parsing import HarmonyReader
 
+pytestmark = pytest.mark.rotates(3, whole_file=True)
+
 WEATHER = '{"city": "<|Höfe|> & </x>", "days": 3}'
 TEXT = (
     "<|channel|>analysis<|message|>Need the <weather>.<|end|><|start|>assistant<|channel|>commentary<|message|>I look."

@@ -18,6 +18,8 @@ from swarmllm.gateway.apis.ollama import OllamaChat
 from swarmllm.gateway.apis.responses import Item, ResponsesRequest, StoredResponses
 from swarmllm.gateway.errors import ApiError
 
+pytestmark = pytest.mark.rotates(3)
+
 SAID = "Tell me a story about a fox."
 MESSAGES: list[Any] = [{"role": "user", "content": SAID}]
 PLAIN: dict[str, Any] = {"model": NAME, "messages": MESSAGES}

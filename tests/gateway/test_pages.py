@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -13,6 +14,8 @@ from web_gateway import RunningGateway, local_swarm, running_gateway, wait_until
 from swarmllm import LocalSwarm, embedded_model_path
 from swarmllm.data_structures import SwarmSnapshot
 from swarmllm.gateway.monitor import Contact, SwarmPicture
+from swarmllm.network.p2p.identity import Identity
+from swarmllm.training.run_log import LOG_FILE, signed_line
 
 pytestmark = pytest.mark.slow
 
@@ -439,3 +442,74 @@ def test_a_choice_of_models(page: Page, swarm: LocalSwarm) -> None:
         expect(page).to_have_title("first · swarm")
         page.goto(f"{gateway.url}/swarm?model=gone")
         expect(page).to_have_title("first · swarm")
+
+
+def log_of_a_run(directory: Path, num_rounds: int, *, is_measured: bool = True) -> Identity:
+    """The log of a home that trains with two others. One of them names itself like a script, and lies."""
+    here, desk, liar = (Identity.generate() for _ in range(3))
+    lines = []
+    for number in range(num_rounds):
+        shared = 4.0 / (1 + number)
+        members = [
+            {
+                "peer_id": one.peer_id,
+                "name": name,
+                "tokens": 1000,
+                "loss": shared + 0.1,
+                "share": share,
+                "own_loss": own,
+            }
+            | {"shared_loss": claim}
+            for one, name, share, own, claim in (
+                (here, "attic", 1.0, shared + 0.3, shared),
+                (desk, "desk", 1.0, shared + 0.2, shared),
+                (liar, "<img src=x onerror=alert(1)>", 0.5, 0.1, 0.1),
+            )
+        ]
+        if not is_measured:
+            members = [member | {"own_loss": None, "shared_loss": None} for member in members]
+        figures = {"tokens": 3000 * (number + 1), "sent_bytes": 2_000_000, "received_bytes": 4_000_000, "at": 1.8e9}
+        fields = {"run": here.peer_id, "round": number, "members": members, **figures}
+        lines.append(json.dumps(signed_line(fields, here)))
+    directory.mkdir(parents=True)
+    (directory / LOG_FILE).write_text("\n".join(lines) + "\n")
+    return here
+
+
+@pytest.mark.parametrize(("theme", "width"), [("light", 1280), ("dark", 390)])
+def test_common_trainings_are_drawn(
+    browser: Browser, gateway: RunningGateway, tmp_path: Path, theme: Literal["light", "dark"], width: int
+) -> None:
+    before, gateway.gateway.runs.directory = gateway.gateway.runs.directory, tmp_path
+    context = browser.new_context(color_scheme=theme, viewport={"width": width, "height": 900})
+    try:
+        page = context.new_page()
+        page.goto(f"{gateway.url}/swarm")
+        expect(page.locator("#table tbody tr")).to_have_count(2)
+        expect(page.locator("#runs")).to_be_hidden()
+
+        log_of_a_run(tmp_path / "pirate" / "together", 40)
+        log_of_a_run(tmp_path / "plain", 1, is_measured=False)
+        page.reload()
+        expect(page.locator("#runs .run")).to_have_count(2)
+        check_runs(page)
+        assert violations(page) == []
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    finally:
+        context.close()
+        gateway.gateway.runs.directory = before
+
+
+def check_runs(page: Page) -> None:
+    run = page.locator("#runs .run", has_text="pirate/together")
+    facts = "3 homes in it · 120K tokens in all · 2 MB sent and 4 MB received here"
+    expect(run.locator(".facts")).to_contain_text(facts)
+    expect(run.locator("svg[role=img]")).to_have_attribute("aria-label", re.compile("all together 4.000 → 0.100"))
+    expect(run.locator(".chart .curve")).to_have_count(4)
+    expect(run.locator("tbody tr")).to_have_count(4)
+    expect(run.locator("tbody tr", has_text="attic (here)")).to_contain_text("4.300 → 0.400")
+    liar = run.locator("tbody tr", has_text="<img src=x")
+    expect(liar).to_contain_text("40 rounds shortened, 37 claims differ from what was measured here")
+    plain = page.locator("#runs .run", has_text="This run has no common texts")
+    expect(plain.locator(".chart circle")).to_have_count(3)
+    expect(plain.locator("tbody tr")).to_have_count(3)

@@ -20,6 +20,8 @@ from swarmllm import LocalSwarm
 from swarmllm.gateway.engine.vision import MAX_PICTURES, MAX_PIXELS, MAX_RATIO, PictureProcessor, Room, unpacked_bytes
 from swarmllm.gateway.errors import ApiError
 
+pytestmark = pytest.mark.rotates(3, whole_file=True)
+
 TOKENS = 8
 
 

@@ -13,6 +13,8 @@ from web_gateway import OPTIONS, RunningGateway, running_gateway
 from swarmllm import LocalSwarm
 from swarmllm.errors import ConfigurationError
 
+pytestmark = pytest.mark.rotates(3, whole_file=True)
+
 QUERY = "a bird and a dog"
 
 

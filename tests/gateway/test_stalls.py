@@ -109,6 +109,7 @@ def body_of(path: str, field: str, name: str) -> bytes:
     return f'{{"model":"{NAME}"{more},"{field}":{value}}}'.encode()
 
 
+@pytest.mark.rotates(3)
 @pytest.mark.parametrize("path", FIELDS)
 def test_bodies(gateway: RunningGateway, calm: None, path: str) -> None:
     """One kind of list or object, as long as a body may be, in each field that takes some."""

@@ -14,6 +14,8 @@ from web_gateway import NAME, RunningGateway
 from swarmllm.errors import ConfigurationError
 from swarmllm.gateway.output_parsing import FORMS, CallForm, CallReader, ToolCall, form_of
 
+pytestmark = pytest.mark.rotates(3)
+
 SCHEMAS = {
     "weather": {
         "type": "object",

@@ -15,7 +15,7 @@ from web_gateway import local_swarm, running_gateway, wait_until
 from swarmllm import LocalSwarm, embedded_model_path
 from swarmllm.gateway.settings import GatewayConfig
 
-pytestmark = pytest.mark.rotates(3, whole_file=True)
+pytestmark = pytest.mark.rotates(6, whole_file=True)
 
 
 def free_port() -> int:

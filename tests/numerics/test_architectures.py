@@ -83,7 +83,7 @@ PROPERTIES: dict[str, tuple[Property, ...]] = {
 }
 """By kind of model."""
 ALWAYS = frozenset({"llama", "whisper"})
-NUM_TURNS = 24
+NUM_TURNS = 36
 
 
 def cells() -> Iterator[object]:

@@ -142,7 +142,7 @@ def test_calls_in_any_order(
         assert_equal(gradients(second), gradients(first))
 
 
-@pytest.mark.rotates(2)
+@pytest.mark.rotates(4)
 @pytest.mark.parametrize("quant_type", sampled(list(QUANT_TYPES), 4))
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "mixtral", "gpt_oss"])
 def test_formats(model_type: str, quant_type: str, tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ def test_attention_in_pieces_is_refused_in_training(tmp_path: Path) -> None:
         client(**inputs_of(client), labels=LABELS, use_cache=False)
 
 
+@pytest.mark.rotates(3)
 @pytest.mark.parametrize("source_len", [9, 5])
 def test_loras_dropout_of_a_source(source_len: int, tmp_path: Path) -> None:
     """Keys of cross-attention are made of the source: what is left out of it follows from its places."""

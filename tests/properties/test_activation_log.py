@@ -49,6 +49,9 @@ class LogAgainstNaive(RuleBasedStateMachine):
         self.log = ActivationLog(BlockTraits())
         self.naive = Naive()
         self.counter = 0
+        self.computed: list[tuple[int, BlockInputs]] = []
+        """The steps as they were computed, without rows' choices."""
+        self.chosen = False
 
     @property
     def length(self) -> int:
@@ -73,16 +76,15 @@ class LogAgainstNaive(RuleBasedStateMachine):
         positions = torch.arange(position, position + seq_len)[None] + 100 * torch.arange(rows)[:, None]
         self.naive.hidden += list(numbers.T)
         self.naive.positions += list(positions.T)
-        self.log.append(
-            position,
-            BlockInputs(
-                hidden_states=numbers[:, :, None],
-                batch_size=rows,
-                seq_len=seq_len,
-                attention_mask=mask,
-                position_ids=positions,
-            ),
+        inputs = BlockInputs(
+            hidden_states=numbers[:, :, None],
+            batch_size=rows,
+            seq_len=seq_len,
+            attention_mask=mask,
+            position_ids=positions,
         )
+        self.log.append(position, inputs)
+        self.computed = [*(one for one in self.computed if one[0] < position), (position, inputs)]
 
     def mask(self, data: st.DataObject, rows: int, position: int, seq_len: int) -> Tensor | None:
         """None, the mask of the step before continued, or any other one."""
@@ -102,6 +104,7 @@ class LogAgainstNaive(RuleBasedStateMachine):
         position = data.draw(st.integers(0, self.length), label="position")
         self.naive.rollback(position)
         self.log.rollback(position)
+        self.computed = [one for one in self.computed if one[0] < position]
 
     @precondition(lambda self: self.length > 0)
     @rule(data=st.data())
@@ -109,6 +112,27 @@ class LogAgainstNaive(RuleBasedStateMachine):
         rows = data.draw(st.lists(st.integers(0, self.rows - 1), min_size=1, max_size=4), label="rows")
         self.naive.select(rows)
         self.log.select_batch(rows)
+        self.chosen = True
+
+    @invariant()
+    def gives_the_steps_as_they_were_computed(self) -> None:
+        if self.chosen:  # steps that were cut after a choice of rows aren't given whole
+            return
+        steps = list(self.log.steps())
+        assert len(steps) == len(self.computed) == self.log.num_steps
+        for (position, step), (expected_at, expected) in zip(steps, self.computed, strict=True):
+            assert (position, step.seq_len) == (expected_at, expected.seq_len)
+            assert step.tensors().keys() == expected.tensors().keys()
+            for name, tensor in expected.tensors().items():
+                assert torch.equal(step.tensors()[name], tensor), name
+
+    @invariant()
+    def cuts_them_where_they_were_cut(self) -> None:
+        cuts = list(range(0, self.length, 2))
+        bounds = {position for position, _ in self.log.steps()} | set(cuts)
+        assert [position for position, _ in self.log.steps(cuts)] == sorted(bounds)
+        some = [position for position, _ in self.log.steps(cuts, start=1, end=4)]
+        assert some == [bound for bound in sorted(bounds) if 1 <= bound < 4]
 
     @invariant()
     def replays_the_same(self) -> None:

@@ -155,7 +155,7 @@ def flips(period_s: float, changed: dict[str, object], honest: MachineRecord, no
     return honest.model_copy(update=changed) if now // period_s % 2 else honest
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(10)
 @pytest.mark.parametrize("period_s", [3.0, 25.0, 70.0, 300.0])
 @pytest.mark.parametrize(
     "changed",

@@ -9,7 +9,7 @@ from urllib.request import urlopen
 
 import pytest
 from swarm_models import OPTIONS
-from tests.real.real_models import GEMMA, MODELS, SMOLLM2, RealModel, read_model
+from tests.real.real_models import GEMMA, SMOLLM2, RealModel, read_model
 from transformers import PreTrainedModel
 
 from swarmllm import AutoDistributedModel, ClientConfig, LocalSwarm
@@ -29,12 +29,12 @@ class Served:
         self.swarm = self._open.enter_context(swarm)
         self.model = self._open.enter_context(self.connect(speculation="off"))
 
-    def connect(self, **config: Any) -> Any:
-        """A client of its swarm; to be closed."""
+    def connect(self, swarm: LocalSwarm | None = None, dtype: str = "float32", **config: Any) -> Any:
+        """A client of its swarm, or of another one; to be closed."""
         return AutoDistributedModel.from_pretrained(
             str(self.path),
-            initial_peers=self.swarm.initial_peers,
-            dtype="float32",
+            initial_peers=(swarm or self.swarm).initial_peers,
+            dtype=dtype,
             client_config=ClientConfig(**config),
             progress=False,
         )
@@ -64,7 +64,11 @@ def _served(real: RealModel, directory: Path) -> Iterator[Served]:
     served.close()
 
 
-@pytest.fixture(scope="session", params=MODELS, ids=lambda model: model.name)
+TAKES_TURNS = pytest.mark.rotates(3, whole_file=True)
+"""Mark of tests with Gemma, which takes half a minute of a core. SmolLM2 has the same tests on each commit."""
+
+
+@pytest.fixture(scope="session", params=[SMOLLM2, pytest.param(GEMMA, marks=TAKES_TURNS)], ids=lambda one: one.name)
 def served(request: pytest.FixtureRequest) -> Served:
     """Each of them in turn."""
     found: Served = request.getfixturevalue(request.param.name)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, get_linear_schedule_with_warmup
 
-pytestmark = pytest.mark.rotates(3, whole_file=True)
+pytestmark = pytest.mark.rotates(6, whole_file=True)
 
 LORA = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "down_proj"])
 PROMPT = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)

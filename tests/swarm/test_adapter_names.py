@@ -11,7 +11,7 @@ from swarm_models import NUM_BLOCKS, OPTIONS, connected, load_local, prompt
 
 from swarmllm import LocalSwarm
 
-pytestmark = pytest.mark.rotates(3, whole_file=True)
+pytestmark = pytest.mark.rotates(6, whole_file=True)
 
 NAMES = ["first", "__base__", "third", "first"]
 HALF = NUM_BLOCKS // 2

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from swarmllm import LocalSwarm
 
-pytestmark = pytest.mark.rotates(3, whole_file=True)
+pytestmark = pytest.mark.rotates(6, whole_file=True)
 
 LOOPBACK = ("--host_maddrs", "/ip4/127.0.0.1/tcp/0")
 

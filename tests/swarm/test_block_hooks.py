@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from swarmllm import LocalSwarm
 
-pytestmark = pytest.mark.rotates(3, whole_file=True)
+pytestmark = pytest.mark.rotates(6, whole_file=True)
 
 
 @pytest.fixture(scope="module")

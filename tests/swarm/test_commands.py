@@ -151,6 +151,7 @@ def test_generate_writes_what_the_local_model_writes(bootstrap: str, servers: li
     assert (greedy.result().returncode, greedy.result().stderr) == (0, "")
 
 
+@pytest.mark.rotates(3)
 def test_ways_to_choose_tokens_that_transformers_lacks(
     bootstrap: str, servers: list[str], local: Any, tmp_path: Path
 ) -> None:
@@ -175,6 +176,7 @@ def test_ways_to_choose_tokens_that_transformers_lacks(
         model.__class__ = kind
 
 
+@pytest.mark.rotates(3)
 def test_status_says_what_servers_have_done(bootstrap: str, servers: list[str]) -> None:
     """Health as each announces it, some seconds after somebody used them."""
     ids = "7,8,9"
@@ -217,6 +219,7 @@ def test_chat(bootstrap: str, servers: list[str], local: Any) -> None:
     assert done.stderr.count("the answer was cut: it has the 12 tokens of max_new_tokens") == num_cut
 
 
+@pytest.mark.rotates(3)
 def test_what_can_be_typed_while_chatting(bootstrap: str, servers: list[str], local: Any, tmp_path: Path) -> None:
     """Several lines as one, a system prompt, the conversation on disk, and another model."""
     saved, taught = tmp_path / "chat.json", shutil.copytree(MODEL, tmp_path / "embedded")
@@ -271,6 +274,7 @@ def test_a_server_leaves_when_it_is_told_to(bootstrap: str, servers: list[str], 
     assert peer_id not in command("status", "--json", "--initial_peers", bootstrap).stdout
 
 
+@pytest.mark.rotates(3)
 def test_a_bootstrap_peer_keeps_its_address(tmp_path: Path) -> None:
     args = ["--host_maddrs", LOCAL_HOST, "--identity_path", tmp_path / "key"]
     with Running("dht", *args, log=tmp_path / "log") as dht:

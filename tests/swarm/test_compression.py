@@ -14,7 +14,7 @@ from swarmllm import LocalSwarm
 from swarmllm.network.wire.liveness import LinkRate
 from swarmllm.network.wire.stream import traffic
 
-pytestmark = pytest.mark.rotates(3, whole_file=True)
+pytestmark = pytest.mark.rotates(6, whole_file=True)
 
 BATCH = (8, 128)
 

@@ -9,7 +9,7 @@ from tests import forked
 
 from swarmllm import LocalSwarm
 
-pytestmark = pytest.mark.rotates(3, whole_file=True)
+pytestmark = pytest.mark.rotates(6, whole_file=True)
 
 SCRIPT = """
 import sys

@@ -84,7 +84,7 @@ async def test_swarms_of_machines_disturb_nobody(monkeypatch: pytest.MonkeyPatch
     async with machines, announcement() as model:
         machines.start(LOOPBACK)
         await machines.announced()
-        with pytest.raises(MissingBlocksError, match="was found on the local network: name peers"):
+        with pytest.raises(MissingBlocksError, match="but machines of a, which `swarmllm up` joins: name peers"):
             await find_swarm("third", "c" * 32, look_on_s=0, interfaces=LOOPBACK)
         with pytest.raises(MissingBlocksError, match="no swarm was found"):
             await find_any_swarm(interfaces=LOOPBACK)

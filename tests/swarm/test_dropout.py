@@ -18,7 +18,7 @@ from swarmllm import LocalSwarm
 from swarmllm.models.adapters.block_adapter import dropout_key
 from swarmllm.models.adapters.dropout import draw_seeds, drop_out
 
-pytestmark = pytest.mark.rotates(3, whole_file=True)
+pytestmark = pytest.mark.rotates(6, whole_file=True)
 
 HALF = NUM_BLOCKS // 2
 RECIPE: dict[str, Any] = {"task_type": "CAUSAL_LM", "r": 16, "lora_alpha": 32, "target_modules": "all-linear"}

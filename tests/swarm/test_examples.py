@@ -1,5 +1,6 @@
 """The examples of training do what they say: accuracy, and going on after an interruption."""
 
+import json
 import re
 import subprocess
 import sys
@@ -62,7 +63,7 @@ def test_the_usual_recipe(repo_root: Path, tmp_path: Path) -> None:
 def test_three_homes(repo_root: Path, tmp_path: Path) -> None:
     output = run_example(repo_root, "together.py", "--steps", "2", "--output_dir", str(tmp_path))
     rows = re.findall(r"^(only \w+|together) ", output, re.MULTILINE)
-    assert rows == ["only sea", "only kitchen", "only stars", "together"]
+    assert rows == ["only orders", "only tickets", "only stock", "together"]
     assert (tmp_path / "losses.svg").read_text().count("<rect") == 1 + 4 * 3
 
 
@@ -70,8 +71,10 @@ def test_three_homes(repo_root: Path, tmp_path: Path) -> None:
 def test_the_usual_recipe_in_a_run(repo_root: Path, tmp_path: Path) -> None:
     arguments = ("--steps", "4", "--together", "ours", "--every", "2", "--output_dir", str(tmp_path))
     output = run_example(repo_root, "recipe.py", *arguments)
-    assert f"--together {tmp_path / 'together' / 'invite.swarm'}" in output
-    assert len((tmp_path / "together" / "rounds.jsonl").read_text().splitlines()) == 2
+    assert f"with the invite in {tmp_path / 'together' / 'invite.swarm'}" in output
+    first, second, end = map(json.loads, (tmp_path / "together" / "rounds.jsonl").read_text().splitlines())
+    assert [len(line["members"]) for line in (first, second, end)] == [1, 1, 0]
+    assert first["members"][0]["shared_loss"] > end["shared_loss"]
 
 
 def test_a_shared_adapter_says_the_same_everywhere(repo_root: Path) -> None:

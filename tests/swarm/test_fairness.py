@@ -24,7 +24,7 @@ from swarmllm.demo.local_swarm import LocalServer
 from swarmllm.errors import ConfigurationError, ServerOverloadedError
 from swarmllm.network.p2p.identity import Identity
 
-pytestmark = pytest.mark.rotates(3, whole_file=True)
+pytestmark = pytest.mark.rotates(6, whole_file=True)
 
 
 @pytest.fixture

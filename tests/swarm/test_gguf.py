@@ -14,7 +14,7 @@ from swarmllm.errors import BlockWeightsNotFoundError, ConfigurationError
 from swarmllm.models.checkpoint.checkpoint import load_tokenizer, open_checkpoint
 from swarmllm.models.checkpoint.fingerprint import fingerprint
 
-pytestmark = pytest.mark.rotates(3, whole_file=True)
+pytestmark = pytest.mark.rotates(6, whole_file=True)
 
 FILE = Path(__file__).parents[1] / "numerics/data/gguf/llama.gguf"
 

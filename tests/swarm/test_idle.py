@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from swarmllm import AutoDistributedModel, LocalSwarm, embedded_model_path
 from swarmllm.data_structures import ServerState
 
-pytestmark = pytest.mark.rotates(3, whole_file=True)
+pytestmark = pytest.mark.rotates(6, whole_file=True)
 
 MODEL = embedded_model_path()
 IDLE_S = 2.0

@@ -17,7 +17,7 @@ from swarmllm import AutoDistributedModel, LocalSwarm
 from swarmllm.errors import ConfigurationError
 from swarmllm.models.boundary import inner_states
 
-pytestmark = pytest.mark.rotates(3, whole_file=True)
+pytestmark = pytest.mark.rotates(6, whole_file=True)
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from swarmllm.errors import ConfigurationError, WeightsMismatchError
 ENDS, FIRST, ALTERNATING = "0:2,6:8", "0:2", "5:6,1:4"
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Position ids are not supported for parameter efficient:UserWarning"),
-    pytest.mark.rotates(3, whole_file=True),
+    pytest.mark.rotates(6, whole_file=True),
 ]
 
 

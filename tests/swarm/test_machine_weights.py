@@ -323,7 +323,7 @@ async def test_without_a_hub(machines: Machines, fresh_hub: HubStub, tmp_path: P
         await store.add_from_hub("me/nothing")
     huggingface_hub.constants.HF_HUB_OFFLINE = True
     try:
-        with pytest.raises(ConfigurationError, match="'me/tiny' can't be found on the hub"):
+        with pytest.raises(ConfigurationError, match="'me/tiny' isn't on this machine, and the hub can't be reached"):
             await store.add_from_hub("me/tiny")
     finally:
         huggingface_hub.constants.HF_HUB_OFFLINE = False

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, StoppingCriteria
 
 from swarmllm.errors import ConfigurationError
 
-pytestmark = pytest.mark.rotates(3, whole_file=True)
+pytestmark = pytest.mark.rotates(6, whole_file=True)
 
 LENGTHS = (5, 1, 12, 3, 65, 7, 2, 30, 9)
 

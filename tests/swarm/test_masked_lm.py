@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast, pipeline
 from swarmllm import AutoDistributedModelForMaskedLM, LocalSwarm
 from swarmllm.models.architecture import Task
 
-pytestmark = pytest.mark.rotates(3, whole_file=True)
+pytestmark = pytest.mark.rotates(6, whole_file=True)
 
 WORDS = [*"abcdefghijkl", "the", "cat", "ran", "over", "mat", "tree", "big", "sat", "on", "then"]
 SPECIAL = {

@@ -55,4 +55,4 @@ def test_three_homes(repo_root: Path) -> None:
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     (bars,) = (output.data["image/svg+xml"] for output in outputs if "image/svg+xml" in output.get("data", ()))
     assert "".join(bars).count("<rect") == 1 + 4 * 3
-    assert "round 0, 3 homes in it" in "".join(output.get("text", "") for output in outputs)
+    assert "1 round, 3 homes in the last one" in "".join(output.get("text", "") for output in outputs)

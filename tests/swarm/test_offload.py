@@ -16,7 +16,7 @@ from swarmllm import LocalSwarm
 from swarmllm.errors import ConfigurationError, SwarmError
 from swarmllm.server.__main__ import parse_config
 
-pytestmark = pytest.mark.rotates(3, whole_file=True)
+pytestmark = pytest.mark.rotates(6, whole_file=True)
 
 HALF = NUM_BLOCKS // 2
 ASKED = ["--model", "M", "--new_swarm"]

@@ -16,7 +16,7 @@ from swarmllm.client.distributed_model import AutoDistributedModelForFeatureExtr
 from swarmllm.data_structures import BlockTraits
 from swarmllm.network.wire.stream import traffic
 
-pytestmark = pytest.mark.rotates(3, whole_file=True)
+pytestmark = pytest.mark.rotates(6, whole_file=True)
 
 LENGTHS = (7, 40, 3, 12, 25, 9, 1, 18)
 WIDTH = 40

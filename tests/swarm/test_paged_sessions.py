@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from swarmllm import LocalSwarm
 from swarmllm.demo.local_swarm import LocalServer
 
-pytestmark = pytest.mark.rotates(3, whole_file=True)
+pytestmark = pytest.mark.rotates(6, whole_file=True)
 
 ROOM = {"attn_cache_tokens": 4096, "prefix_cache_tokens": 1024}
 """Plain torch reads all pages there are."""

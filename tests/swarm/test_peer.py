@@ -30,6 +30,7 @@ from swarmllm.errors import (
     SwarmError,
 )
 from swarmllm.network.p2p import dht_node as dht_module
+from swarmllm.network.p2p import direct
 from swarmllm.network.p2p._hivemind import DHTLocalStorage
 from swarmllm.network.p2p.block_directory import MODELS_KEY, BlockDirectory, servers_key
 from swarmllm.network.p2p.identity import Identity, verify
@@ -44,6 +45,13 @@ NewPeer = Callable[..., Awaitable[Peer]]
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 _no_task_left_behind = in_loop(no_task_left_behind, loop_scope="module")
+
+
+@pytest.fixture(autouse=True)
+def _patient_doors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine, an honest peer may take longer than a stranger may; the stream would stay where it is."""
+    for limit in ("KNOCK_S", "HANDSHAKE_S"):
+        monkeypatch.setattr(direct, limit, 100.0)
 
 
 @in_loop(scope="module", loop_scope="module")

@@ -22,7 +22,7 @@ from swarmllm.network.p2p.block_directory import BlockDirectory
 from swarmllm.network.p2p.peer import Peer
 from swarmllm.network.wire.protocol import MessageType
 
-pytestmark = pytest.mark.rotates(3, whole_file=True)
+pytestmark = pytest.mark.rotates(6, whole_file=True)
 
 
 def test_no_daemon_survives_its_killed_process() -> None:

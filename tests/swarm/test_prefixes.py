@@ -14,6 +14,8 @@ from swarmllm import LocalSwarm
 from swarmllm.demo.local_swarm import LocalServer
 from swarmllm.network.wire.protocol import MessageType
 
+pytestmark = pytest.mark.rotates(3, whole_file=True)
+
 LENGTH = 512
 SPANS = [(0, 3), (3, NUM_BLOCKS)]
 

@@ -17,6 +17,8 @@ from swarmllm.client.batches.hop_batches import ALONE, Neighbours, PushedBatches
 from swarmllm.network.wire.messages import Predecessor, Target
 from swarmllm.network.wire.stream import traffic
 
+pytestmark = pytest.mark.rotates(3, whole_file=True)
+
 WRONG_SECRET = "f" * 32
 NOBODY = "12D3KooWFfoRMzqUD91vDKX6igC7p7M2G2EMN2SZG28GBvt4SvGU"
 
@@ -120,7 +122,6 @@ def test_spot_checks_are_for_what_was_relayed(llama: Path, swarm: LocalSwarm) ->
 
 @pytest.mark.parametrize(("unlinked", "left"), [((1,), 1), ((0, 1), 0)], ids=str)
 @pytest.mark.parametrize("work", [logits, gradients])
-@pytest.mark.rotates(3)
 def test_a_target_that_cannot_be_reached(
     llama: Path,
     swarm: LocalSwarm,
@@ -158,7 +159,6 @@ def test_a_target_that_cannot_be_reached(
 
 @pytest.mark.parametrize("is_step_short", [True, False])
 @pytest.mark.parametrize("work", [logits, gradients])
-@pytest.mark.rotates(3)
 def test_a_push_that_never_comes(
     llama: Path, swarm: LocalSwarm, relaying: Any, monkeypatch: pytest.MonkeyPatch, work: Any, is_step_short: bool
 ) -> None:

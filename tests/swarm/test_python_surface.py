@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from swarmllm import AutoDistributedModel, LocalSwarm, embedded_model_path
 from swarmllm.errors import ConfigurationError
 
-pytestmark = pytest.mark.rotates(3, whole_file=True)
+pytestmark = pytest.mark.rotates(6, whole_file=True)
 
 PATH = embedded_model_path()
 SPANS = [(0, 4), (4, 8)]

@@ -29,7 +29,7 @@ from swarmllm import ClientConfig, LocalSwarm
 from swarmllm.client.speculative_generation import Speculator
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 
-pytestmark = pytest.mark.rotates(3, whole_file=True)
+pytestmark = pytest.mark.rotates(6, whole_file=True)
 
 DELAY_MS = 15.0
 """One way; a round trip is more than the 20 ms from which on `auto` guesses."""

@@ -12,7 +12,7 @@ from transformers import AutoFeatureExtractor, AutoModelForSpeechSeq2Seq, AutoTo
 
 from swarmllm import AutoDistributedModelForSpeechSeq2Seq, LocalSwarm
 
-pytestmark = pytest.mark.rotates(3, whole_file=True)
+pytestmark = pytest.mark.rotates(6, whole_file=True)
 
 
 def test_automatic_speech_recognition(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from swarmllm import LocalSwarm
 from swarmllm.errors import ConfigurationError, SessionClosedError, SwarmError
 
-pytestmark = pytest.mark.rotates(3, whole_file=True)
+pytestmark = pytest.mark.rotates(6, whole_file=True)
 
 NEW_TOKENS = 6
 

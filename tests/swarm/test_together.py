@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ from swarmllm.network.p2p.identity import Identity, lock_identity
 from swarmllm.network.p2p.peer import Peer
 from swarmllm.network.wire.protocol import MessageType, hello
 from swarmllm.training import RunSettings, Together, TogetherCallback
+from swarmllm.training.differences import Rules
+from swarmllm.training.members import HOMES_FILE
 from swarmllm.training.privacy import epsilon_of
 from swarmllm.training.rounds import membership
 from swarmllm.training.run_log import LOG_FILE, is_genuine_line, run_summary
@@ -121,6 +124,7 @@ def test_two_homes_end_with_the_same_values_and_a_signed_log(tmp_path: Path) -> 
     assert (first / INVITE_FILE).stat().st_mode & 0o77 == 0
     check_losses_on_common_texts(found[0][0], logs)
 
+    assert Identity.load(first / "identity.key").peer_id in (second / HOMES_FILE).read_text()
     again, model = small_home(second, invite_of(first), 1, 3)  # the others have left: it goes on alone
     assert again.round == 6
     assert len(run_summary(second / LOG_FILE).shared_losses) == 7  # it has kept the common texts
@@ -138,6 +142,30 @@ def check_losses_on_common_texts(together: Together, logs: list[list[dict[str, A
         assert all(after < before for before, after in itertools.pairwise([*shared, end["shared_loss"]]))
         assert (end["round"], end["members"]) == (5, [])
         assert end["shared_loss"] == pytest.approx(together.shared_loss)
+
+
+def test_a_founder_that_starts_again_finds_those_who_went_on(tmp_path: Path) -> None:
+    """It has another port than before, and no invite: it remembers where the other home is."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    has_left, is_back = threading.Event(), threading.Event()
+
+    def founder() -> None:
+        small_home(first, "a run", 0, 5, wait_for=2, patience_s=1)
+        has_left.set()
+        small_home(first, "a run", 0, 5, wait_for=2, patience_s=1)  # it waits until both are in it
+        is_back.set()
+
+    def other() -> None:
+        optimizer = torch.optim.SGD(torch.nn.Linear(40, 4).parameters(), lr=0.05)
+        settings = RunSettings(host_maddrs=HERE, wait_for=2, patience_s=1)
+        with Together(optimizer, invite_of(first), every=5, directory=second, settings=settings):
+            for _ in range(5):
+                optimizer.step()
+            assert is_back.wait(200)
+
+    in_threads([founder, other])
+    assert has_left.is_set()
+    assert lines(first)[-1]["round"] > 0
 
 
 def test_noise_is_not_taken_back_and_its_budget_outlives_the_process(tmp_path: Path) -> None:
@@ -215,7 +243,7 @@ def test_strangers_are_refused(tmp_path: Path) -> None:
         async with await Peer.create(initial_peers=[address], client_mode=True) as peer:
             stream = await peer.open_stream(home)
             await hello(stream, fingerprint=run)
-            rules = {"outer_lr": 0.7, "outer_momentum": 0.9, "trim": 0.0}
+            rules = asdict(Rules())
             own = membership(peer.peer_id, Identity.generate())
             header = {"member": own, "size": 164, "shapes": "0" * 64, **rules}
             await stream.send(MessageType.MEMBER, header)

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from swarmllm import AutoDistributedModel, LocalSwarm
 from swarmllm.errors import ConfigurationError, SwarmError
 
-pytestmark = pytest.mark.rotates(3, whole_file=True)
+pytestmark = pytest.mark.rotates(6, whole_file=True)
 
 LORA = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"])
 

@@ -17,7 +17,7 @@ from swarmllm.client.distributed_model import DistributedModel
 from swarmllm.errors import ConfigurationError, WeightsMismatchError
 from swarmllm.models.architecture import find_blocks
 
-pytestmark = pytest.mark.rotates(3, whole_file=True)
+pytestmark = pytest.mark.rotates(6, whole_file=True)
 
 NUM_PROMPTS = 5
 MODES = ["ptune", "deep_ptune"]

@@ -62,9 +62,13 @@ class UpMachine:
 
     def use(self, *arguments: str) -> str:
         """Run `swarmllm use` on this machine. Returns what it prints."""
+        return self.run("use", *arguments)
+
+    def run(self, *line: str) -> str:
+        """Run a command on this machine. Returns what it prints."""
         with pytest.MonkeyPatch.context() as environment:
             environment.setenv("SWARMLLM_STATE_DIR", str(self.state))
-            done = command("use", *arguments)
+            done = command(*line)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -131,6 +135,10 @@ def test_two_commands_in_all(machines: list[UpMachine], tmp_path: Path) -> None:
     assert f"{NAME} answers after " in said
     assert f"open {b.url}#key={b.key}" in said
     text = a.write(200)
+    # Other commands find the swarm by the agent of their machine.
+    assert "all 8 blocks are served" in d.run("status")
+    story = d.run("generate", "--model", embedded_model_path(), "--max_new_tokens", "8", PROMPT)
+    assert len(story.strip().removeprefix(PROMPT)) > 8
     # A machine is lost in the middle of a text: others load its blocks, and the text goes on. Weights in 8 bits may
     # choose another word where two are nearly alike, because other servers compute other numbers of tokens at once.
     assert a.write(200, c.kill)[:BEGINNING] == text[:BEGINNING]

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, Qwen3VLForConditionalGeneration
 from swarmllm import AutoDistributedModel, AutoDistributedModelForCausalLM, DistributedModelForCausalLM, LocalSwarm
 from swarmllm.errors import ConfigurationError, UnsupportedModelError
 
-pytestmark = pytest.mark.rotates(3, whole_file=True)
+pytestmark = pytest.mark.rotates(6, whole_file=True)
 
 SPANS = [(0, 1), (1, 3), (3, 4)]
 

@@ -11,7 +11,7 @@ from vision_model import picture, save_vision_model
 
 from swarmllm import AutoDistributedModelForImageTextToText, LocalSwarm
 
-pytestmark = pytest.mark.rotates(3, whole_file=True)
+pytestmark = pytest.mark.rotates(6, whole_file=True)
 
 
 def test_image_text_to_text(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Files that users saved with any editor, homes that nobody knows, and files that a crash leaves whole."""
 
+import errno
 import io
 import json
 import os
@@ -14,11 +15,15 @@ import pytest
 
 from swarmllm import files
 from swarmllm.command_line import Parser, read_stdin
+from swarmllm.commands import use
 from swarmllm.commands.chat import _lines
-from swarmllm.config import SwarmConfig, default_cache_dir, own_cache_dir
+from swarmllm.config import SwarmConfig, default_cache_dir, own_cache_dir, require_model_place
 from swarmllm.errors import ConfigurationError
+from swarmllm.files import existing_path, user_path
 from swarmllm.gateway.settings import GatewayConfig
 from swarmllm.invite import Invite, read_invite
+from swarmllm.machines.models import place_of
+from swarmllm.machines.state import StateDirectory
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.network.p2p.identity import Identity
 from swarmllm.server.settings import ServerConfig
@@ -32,6 +37,26 @@ def saved(path: Path, text: str, encoding: str) -> Path:
     mark = "\ufeff" if encoding == "utf-16-be" else ""
     path.write_bytes((mark + text).replace("\n", "\r\n").encode(encoding))
     return path
+
+
+@pytest.mark.parametrize("words", ["x" * 300, "a/" * 3000, "zero\0byte", "half \ud800 character"])
+def test_words_that_are_no_path(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWARMLLM_STATE_DIR", str(tmp_path))
+    StateDirectory(tmp_path).write("page.json", {"url": "http://127.0.0.1:9/", "key": "k"})
+    for use_it in (user_path, existing_path, require_model_place, place_of, open_checkpoint, read_invite):
+        with pytest.raises(ConfigurationError, match="path or a name"):
+            use_it(words)
+    assert use.main([words]) == 2
+
+
+def test_a_path_where_this_user_may_not_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stat(*_: object, **__: object) -> NoReturn:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    assert existing_path("/nowhere/model") is None
+    monkeypatch.setattr(Path, "stat", stat)
+    with pytest.raises(ConfigurationError, match="/root/model can't be looked at: Permission denied"):
+        existing_path("/root/model")
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)

@@ -55,6 +55,15 @@ def test_any_other_text_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("word", "reason"),
+    [("abc", "letters are missing or changed"), ("a", "letters are missing"), ("", "nothing follows the colon")],
+)
+def test_a_damaged_word_is_told_in_plain_words(word: str, reason: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"is damaged \({reason}"):
+        read_invite(PREFIX + word)
+
+
+@pytest.mark.parametrize(
     "fields",
     [
         [],

@@ -277,16 +277,18 @@ def test_too_old_a_python_is_told_in_one_sentence(repo_root: Path) -> None:
 
 
 def test_clean_removes_all_that_git_ignores(repo_root: Path, tmp_path: Path) -> None:
-    """It removes the files that `make` and the tests have made; files of the checkout stay."""
+    """It removes the files that `make` and the tests have made; files of the checkout and results of trainings stay."""
     (tmp_path / "Makefile").write_text((repo_root / "Makefile").read_text())
-    kept, made = tmp_path / "src/swarmllm/kernels.c", []
+    kept, made = [tmp_path / "src/swarmllm/kernels.c", tmp_path / "runs/pirate/adapter"], []
     for pattern in (repo_root / ".gitignore").read_text().splitlines():
+        if pattern == "runs/":
+            continue
         at_root = pattern.startswith((".", "/"))  # what tools make there; the rest may be anywhere
         name = pattern.strip("/").replace("*", "some")
         made.append(tmp_path / ("." if at_root else "src") / name / ("file" if pattern.endswith("/") else ""))
-    for path in (kept, *made):
+    for path in (*kept, *made):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
     subprocess.run(["make", "-s", "clean"], cwd=tmp_path, check=True)
-    assert kept.exists()
+    assert all(path.exists() for path in kept)
     assert [path for path in made if path.exists()] == []

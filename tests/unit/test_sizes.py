@@ -2,17 +2,21 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "swarmllm"
-FILES = {path: ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
 MAX_FUNCTION_LINES, MAX_PARAMETERS = 50, 8
 
-NODES = [(path, node) for path, tree in FILES.items() for node in ast.walk(tree)]
-
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@cache  # and not at import: each process of a run imports this file
+def nodes() -> list[tuple[Path, ast.AST]]:
+    """All nodes of all files of the package, each with its file."""
+    return [(path, node) for path in sorted(SOURCE.rglob("*.py")) for node in ast.walk(ast.parse(path.read_text()))]
 
 
 def function_lines(function: Function) -> int:
@@ -27,13 +31,13 @@ def function_lines(function: Function) -> int:
 
 
 def classes() -> Iterator[tuple[str, ast.ClassDef]]:
-    for path, node in NODES:
+    for path, node in nodes():
         if isinstance(node, ast.ClassDef):
             yield f"{path.relative_to(SOURCE)}: {node.name}", node
 
 
 def functions() -> Iterator[tuple[str, Function]]:
-    for path, node in NODES:
+    for path, node in nodes():
         if isinstance(node, Function):
             yield f"{path.relative_to(SOURCE)}: {node.name}", node
 

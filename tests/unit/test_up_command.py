@@ -3,6 +3,8 @@
 import asyncio
 import json
 import os
+import re
+import socket
 import stat
 import subprocess
 import sys
@@ -47,6 +49,7 @@ def test_install_and_uninstall(calls: Path, capsys: pytest.CaptureFixture[str]) 
     assert up.main(["--install", "--max_memory", "50%", "--nice", "--no_lan_discovery", INVITE]) == 0
     assert "installed" in capsys.readouterr().out
     assert calls.read_text().splitlines() == [
+        "systemctl --user show-environment",
         "systemctl --user daemon-reload",
         "systemctl --user enable swarmllm.service",
         "systemctl --user restart swarmllm.service",
@@ -66,13 +69,28 @@ def test_install_and_uninstall(calls: Path, capsys: pytest.CaptureFixture[str]) 
     assert len(state.read("peers.json", [])) == 1
     assert up.main(["--uninstall"]) == 0
     assert not unit_path().exists()
-    assert calls.read_text().splitlines()[4:] == [
+    assert calls.read_text().splitlines()[5:] == [
+        "systemctl --user show-environment",
         "systemctl --user disable --now swarmllm.service",
         "systemctl --user daemon-reload",
     ]
     assert state.swarm_key() is not None
     assert up.main(["--uninstall"]) == 2
     assert "nothing is installed" in capsys.readouterr().err
+
+
+def test_settings_without_a_flag_are_installed_in_a_file(calls: Path) -> None:
+    config = UpConfig(allowed_hosts=("box.fritz.box", 'a"b'), cors_origins=["https://example.org"], port=0)
+    words = ["--install", "--port", "0", "--config", str(calls.parent / "given.toml")]
+    (calls.parent / "given.toml").write_text(up.settings_text(config))
+    assert up.main(words) == 0
+    assert f'"up" "--port" "0" "--config" "{up.settings_path()}"\n' in unit_path().read_text()
+    assert parse_up(["--port", "0", "--config", str(up.settings_path())]) == (config, None)
+    page, sockets = up._bound_page(config, "127.0.0.1")
+    for one in sockets:
+        one.close()
+    assert page.allowed_hosts == config.allowed_hosts
+    assert page.cors_origins == ("https://example.org",)
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -116,13 +134,29 @@ def test_the_unit_starts_the_same_settings_again(tmp_path: Path, monkeypatch: py
 def test_a_systemd_that_refuses_or_is_missing(
     calls: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FAILS", "enable")
-    assert up.main(["--install"]) == 2
-    assert "`systemctl --user enable swarmllm.service` failed: Failed to enable" in capsys.readouterr().err
+    for fails, said in (
+        ("enable", "`systemctl --user enable swarmllm.service` failed: Failed to enable"),
+        ("show-environment", "no session of systemd here (`systemctl --user show-environment` failed: Failed to show-"),
+    ):
+        monkeypatch.setenv("FAILS", fails)
+        assert up.main(["--install"]) == 2
+        assert said in capsys.readouterr().err
+        assert not unit_path().exists()
+    monkeypatch.setenv("FAILS", "")
+    for fails, path in (("show-environment", os.environ["PATH"]), ("", "/nowhere")):
+        assert up.main(["--install"]) == 0
+        link = unit_path().parent / "default.target.wants" / unit_path().name
+        link.parent.mkdir(exist_ok=True)
+        link.symlink_to(unit_path())
+        with monkeypatch.context() as later:  # the session has gone, as after su
+            later.setenv("FAILS", fails)
+            later.setenv("PATH", path)
+            assert up.main(["--uninstall"]) == 0
+            assert not unit_path().exists()
+            assert not link.is_symlink()
     monkeypatch.setenv("PATH", "/nowhere")
-    for flag in ("--install", "--uninstall"):
-        assert up.main([flag]) == 2
-        assert "has no systemd" in capsys.readouterr().err
+    assert up.main(["--install"]) == 2
+    assert "has no systemd" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -143,6 +177,48 @@ def test_what_cannot_work_is_one_sentence(
 ) -> None:
     assert up.main([*argv, *(["--install"] if "swarm:e30" in argv else [])]) == 2
     assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--max_memory", "99999"], "is more than the"),
+        (["--max_memory", "0.0001"], "'0.0001' is 0.1 MB, too little for any block"),
+        (["--device", "cuda:77"], "can't be used here"),
+        (["--host", "192.0.2.77"], "can't listen on 192.0.2.77 \\(Cannot assign"),
+    ],
+)
+@pytest.mark.parametrize("way", [[], ["--install"]])
+def test_what_this_machine_cannot_do_is_refused_before_it_joins(
+    flags: list[str], complaint: str, way: list[str], calls: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert up.main([*way, *flags, INVITE]) == 2
+    said = capsys.readouterr()
+    assert re.search(complaint, said.err)
+    assert not said.out
+    assert StateDirectory(Path(os.environ["SWARMLLM_STATE_DIR"])).swarm_key() is None
+    assert not unit_path().exists()
+
+
+def test_only_ports_that_are_taken_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, tries = socket.create_server(("127.0.0.1", 0)), []
+    free = socket.create_server(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+    free.close()
+    with taken:
+        page, sockets = up._bound_page(UpConfig(), "127.0.0.1", (taken.getsockname()[1], port))
+    assert page.port == port
+    for one in sockets:
+        one.close()
+
+    def unknown(host: str, port: int, **_: Any) -> Any:
+        tries.append(port)
+        raise socket.gaierror(socket.EAI_AGAIN, "no name server")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(ConfigurationError, match=r"can't listen on elsewhere \(no name server\)"):
+        up._bound_page(UpConfig(), "elsewhere")
+    assert len(tries) == 1
 
 
 def test_an_invite_to_a_model_is_refused(calls: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,9 +287,13 @@ def test_use_without_an_agent(
     assert "start `swarmllm up` first" in capsys.readouterr().err
     StateDirectory(tmp_path).write("page.json", {"url": "http://127.0.0.1:9/", "key": "k"})
     assert use.main(["m"]) == 1
-    assert "doesn't answer at http://127.0.0.1:9/" in capsys.readouterr().err
-    for argv in (["m", "--drop", "n"], ["--add"]):
+    assert "doesn't answer at http://127.0.0.1:9/, because it has ended: start `swarmllm up`" in capsys.readouterr().err
+    for argv in (["m", "--drop", "n"], ["--add"], [""], [" "], ["https://example.org/m"]):
         assert use.main(argv) == 2
+    capsys.readouterr()
+    for address in ("https://huggingface.co/org/name", "hf.co/org/name/tree/main?x=1", "HTTPS://HF.co/org/name/x.gguf"):
+        assert use.main([address]) == 2
+        assert "give the hub id, org/name\n" in capsys.readouterr().err
 
 
 class FakePage(Page):

@@ -532,7 +532,7 @@ class AutoDistributedModel(_AutoDistributed):
 
 
 def without_refused(hf_kwargs: dict[str, Any], own: Iterable[str] = ()) -> dict[str, Any]:
-    """The options without those that ask for nothing: None, False and "". `own`: the arguments of `from_pretrained`.
+    """The options that ask for something: not None, False or "". `own`: the arguments of `from_pretrained`.
 
     Raises:
         ConfigurationError: one of them can't be honoured.

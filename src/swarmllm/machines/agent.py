@@ -77,7 +77,7 @@ from swarmllm.machines.state import NUM_KEPT_COMMANDS, StateDirectory
 from swarmllm.machines.weights import Giver, Progress, WeightStore
 from swarmllm.network.p2p.addresses import best_addrs, check_port_is_free, is_loopback
 from swarmllm.network.p2p.block_directory import BlockDirectory, Register, machines_key
-from swarmllm.network.p2p.discovery import LanAnnouncement, lan_addresses
+from swarmllm.network.p2p.discovery import HERE_FILE, LanAnnouncement, lan_addresses
 from swarmllm.network.p2p.identity import Identity
 from swarmllm.network.p2p.peer import Peer
 from swarmllm.network.relay.service import RelayRules
@@ -163,6 +163,8 @@ class Agent:
         self._listed: tuple[float, list[Entry]] | None = None
         """The catalogue of this machine, and when it was made."""
         self._look_now = asyncio.Event()
+        self._told: dict[str, Any] = {}
+        """What programs on this machine were told."""
         self._doorkeeper = Doorkeeper(swarm)
         self._lan = LanAnnouncement(
             peer.peer_id,
@@ -267,6 +269,7 @@ class Agent:
 
     async def close(self) -> None:
         """End the servers politely, withdraw the record, leave the swarm."""
+        self._state.remove(HERE_FILE)
         self._models.close()
         await self._lan.end()
         await self._hostings.close()
@@ -328,6 +331,19 @@ class Agent:
         self._act(now)
         await self._store.need({*self._models.wanted, *self._models.left})
         await self._publish(now)
+        self._tell_programs_here()
+
+    def _tell_programs_here(self) -> None:
+        """Note how clients on this machine reach the swarm (`discovery.SwarmHere`)."""
+        models = {one.fingerprint: one.wanted.name for one in self._models.wanted.values() if one.fingerprint}
+        swarm, peers = self.swarm, list(self.peer.join_maddrs)
+        told = {
+            "name": swarm.name or swarm.swarm_id[-8:], "swarm_name": swarm.swarm_id, "initial_peers": peers,
+            "models": models,
+        }  # fmt: skip
+        if told != self._told:
+            self._state.write(HERE_FILE, told)
+            self._told = told
 
     async def _read_records(self, now: float) -> None:
         found = await self._register.read()

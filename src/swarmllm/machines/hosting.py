@@ -185,10 +185,11 @@ class Hostings:
         return self._settings(one, place)
 
     def _on_output(self, one: Hosting, line: str) -> None:
-        logger.info("%s", line)
         if match := _SERVING.match(line):
             one.peer_id = match[1]
-        elif JOIN_LINE.match(line):
+        if not JOIN_LINE.match(line):  # these addresses are of no use without the swarm's name
+            logger.info("%s", line)
+        else:
             one.state, one.problem = "online", ""
             one.done_bytes = one.total_bytes
             self._failures.pop(one.target.manifest, None)

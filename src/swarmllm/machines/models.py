@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from swarmllm.config import default_cache_dir
+from swarmllm.config import default_cache_dir, require_model_name
 from swarmllm.data_structures import ServerInfo, ServerState, printable
 from swarmllm.errors import ConfigurationError, SwarmError, WeightsError
-from swarmllm.files import user_path
+from swarmllm.files import existing_path
 from swarmllm.machines.catalogue import Entry, entry_of, known_checkpoint, known_models, models_to_list
 from swarmllm.machines.decisions import is_covered
 from swarmllm.machines.records import Command, Hosted, Wanted
@@ -203,10 +203,15 @@ def _cancel(model: Model) -> None:
 
 
 def place_of(model: str) -> str | None:
-    """The place of a model on this machine: the path itself, or that of a name of the catalogue."""
+    """The place of a model on this machine: the path itself, or that of a name of the catalogue.
+
+    Raises:
+        ConfigurationError: nothing can have this name.
+    """
+    require_model_name(model)
     if model in (known := dict(models_to_list(()))):
         return known[model]
-    return model if user_path(model).exists() else None
+    return model if existing_path(model) is not None else None
 
 
 def named_entry(model: str) -> tuple[str, Entry]:

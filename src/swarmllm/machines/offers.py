@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from swarmllm.errors import ConfigurationError
 from swarmllm.machines.catalogue import this_machine
 from swarmllm.machines.settings import MachineConfig
 from swarmllm.machines.state import StateDirectory
@@ -16,6 +17,8 @@ from swarmllm.network.relay.service import Caller
 from swarmllm.network.wire.stream import abort_transport
 from swarmllm.version import __version__
 
+LEAST_BYTES = 1 << 20
+"""Least memory to offer. Assumed: no block of any use is smaller, so less is a slip of the pen."""
 ECHO_S = 30.0
 """Seconds between two rounds of measuring round trips, and the longest time of one."""
 ECHO_PROTOCOL = "/swarmllm/echo/1"
@@ -35,20 +38,37 @@ class Offer:
     """All memory of the smallest device."""
 
 
+def require_offer(config: MachineConfig) -> None:
+    """Raise ConfigurationError if a device can't be used, or has less memory than `max_memory`. Measures nothing."""
+    from swarmllm.server.device.device import resolve_device, usable_bytes
+
+    for name in _device_names(config):
+        offered = usable_bytes(resolve_device(name), config.max_memory)
+        if config.max_memory is not None and offered < LEAST_BYTES:
+            raise ConfigurationError(
+                f"max_memory {config.max_memory!r} is {offered / 1e6:.2g} MB, too little for any block: give it in GB, "
+                "like 12, or as a share, like 50%"
+            )
+
+
+def _device_names(config: MachineConfig) -> tuple[str, ...]:
+    import torch
+
+    if config.device != ("auto",):
+        return config.device
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return tuple(f"cuda:{index}" for index in range(count)) or ("cpu",)
+
+
 def measure_offer(config: MachineConfig, state: StateDirectory) -> Offer:
     """The memory that is free now, and the speed of the devices, which is measured once and noted.
 
     Raises:
         ConfigurationError: a device can't be used, or has less memory than `max_memory`.
     """
-    import torch
-
     from swarmllm.server.device.device import hardware_name, resolve_device, total_bytes
 
-    names = config.device
-    if names == ("auto",):
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        names = tuple(f"cuda:{index}" for index in range(count)) or ("cpu",)
+    names = _device_names(config)
     hardware = ", ".join(hardware_name(resolve_device(name)) for name in names)
     noted = state.read("speeds.json", {})
     is_known = noted.get("hardware") == hardware and noted.get("version") == __version__

@@ -41,7 +41,7 @@ class MachineConfig:
             object.__setattr__(self, name, tuple(getattr(self, name)))  # accept lists as well
         require_positive(self, "upload_mbps")
         if self.max_memory is not None:
-            memory_limit_bytes(self.max_memory, 1 << 50)
+            memory_limit_bytes(self.max_memory)
         for name in self.device:
             if name != "auto":
                 require_device(name)

@@ -8,6 +8,7 @@
     peers.json     addresses of other machines, to find them again
     speeds.json    measured speeds of this machine's devices
     page.json      address and key of the page of the running agent
+    here.json      addresses and models of the swarm, for clients on this machine while the agent runs
     weights/       the store of weights (`machines/weights`)
     lock           locked while an agent runs here
 

@@ -63,7 +63,7 @@ def read_config() -> ServerConfig:
     They may come late, so imports are done before.
 
     Raises:
-        SystemExit: whoever started this process has ended.
+        SystemExit: the process that started this one has ended.
     """
     with announced_imports():
         import swarmllm.server.server  # noqa: F401

@@ -1,4 +1,4 @@
-"""Adapters that requests may name: those that this server offers to all clients, and those that clients have sent.
+"""Adapters that requests may name: this server offers some to all clients, and clients send others.
 
 `ServedAdapters` (`--adapters`) are read, checked against the blocks, and kept up to date. A request that has begun
 keeps its adapter, whatever happens to the file. `AdapterStore` holds uploaded adapters by peer and handle; it is

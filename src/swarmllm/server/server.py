@@ -158,7 +158,7 @@ async def _join_swarm(config: ServerConfig, checkpoint: Checkpoint, twins: Twins
 
 
 async def _choose_span(config: ServerConfig, peer: Peer, others: OtherServers, loader: SpanLoader) -> Span:
-    """Return the blocks that the owner names, or those that the swarm lacks most."""
+    """Return the blocks that the owner names, or else the blocks that the swarm lacks most."""
     if config.block_indices is None:
         return loader.choose_span(await others.look())
     if peer.is_hidden:  # it dials all others, so that they can reach it through these connections

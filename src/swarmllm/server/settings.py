@@ -20,7 +20,7 @@ from swarmllm.config import (
     require_known,
     require_positive,
 )
-from swarmllm.data_structures import MAX_TTL_S, ServerInfo
+from swarmllm.data_structures import MAX_TTL_S, ServerInfo, size_in_words
 from swarmllm.errors import ConfigurationError
 from swarmllm.invite import Invite
 
@@ -221,7 +221,7 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
         if self.metrics_port is not None and not 0 <= self.metrics_port < 1 << 16:
             raise ConfigurationError(f"metrics_port must be 0 to 65535, not {self.metrics_port}")
         if self.max_memory is not None:
-            memory_limit_bytes(self.max_memory, 1 << 40)
+            memory_limit_bytes(self.max_memory)
         require_known("quant_type", self.quant_type, QUANT_TYPES)
         require_known("activations", self.activations, ACTIVATIONS)
         if self.calibration is not None and self.quant_type not in SEARCHED:
@@ -342,8 +342,8 @@ def require_device(name: str) -> None:
         raise ConfigurationError(f"device {name!r} can't be used: name one of {', '.join(DEVICE_KINDS)}, like cuda:1")
 
 
-def memory_limit_bytes(text: str, total_bytes: int) -> int:
-    """Return the bytes of `max_memory` on a device with this much memory.
+def memory_limit_bytes(text: str, total_bytes: int = 1 << 62) -> int:
+    """Return the bytes of `max_memory` on a device with this much memory. The default: whatever it has.
 
     Raises:
         ConfigurationError: it can't be read, or is more than that.
@@ -351,11 +351,13 @@ def memory_limit_bytes(text: str, total_bytes: int) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+) *(%|GB|GiB)?", str(text).strip())
     units = {"%": total_bytes / 100, "GiB": 1 << 30}
     limit = 0.0 if found is None else float(found[1]) * units.get(found[2], 1e9)
-    if not 0 < limit <= total_bytes:
+    if not limit > 0:
         raise ConfigurationError(
-            "max_memory must be in GB, like 12, or a share of the device's memory, like 50%, and no more than there "
-            f"is, not {text!r}"
+            f"max_memory must be in GB, like 12, or a share of the device's memory, like 50%, not {text!r}"
         )
+    if limit > total_bytes:
+        most = "100%" if str(text).strip().endswith("%") else f"the {size_in_words(total_bytes)} that the device has"
+        raise ConfigurationError(f"max_memory {text!r} is more than {most}")
     return int(limit)
 
 

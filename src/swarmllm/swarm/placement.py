@@ -43,7 +43,7 @@ def block_throughputs(snapshot: SwarmSnapshot) -> list[float]:
 
 
 def choose_span(snapshot: SwarmSnapshot, num_blocks: int) -> Span:
-    """The `num_blocks` contiguous blocks for a joining server: those that the swarm serves worst, the first of equals.
+    """The `num_blocks` contiguous blocks for a joining server: the worst served ones, the first of equals.
 
     Comparing sorted lists, weakest block first, prefers the window that lifts the bottleneck. The smallest total would
     not always do that.

@@ -14,7 +14,7 @@ How a plan is made:
 3. If the swarm is out of balance, single machines move, as `placement.plan_move` says.
 
 The chain of step 1 replaces a present plan only if the swarm gets clearly faster, and soon makes up for the time of
-loading. Otherwise all machines keep their blocks, and those that load the fewest bytes take blocks that are missing.
+loading. Otherwise all machines keep their blocks, and missing blocks go to the machines that load the fewest bytes.
 
 Speeds are those of `swarm/routing` and `swarm/placement` for servers at these blocks. The client is on the machine of
 the first blocks.
@@ -513,7 +513,7 @@ def _mended(task: _Task, hosts: Hosts) -> Hosts | None:
 
 
 def _closest_mend(task: _Task, hosts: Hosts, holders: Sequence[int]) -> tuple[int, Span] | None:
-    """The machine and blocks that leave the fewest blocks missing; of equals, those that load and drop the least.
+    """The machine and blocks that leave the fewest blocks missing; of equals, the one that loads and drops the least.
 
     Machines without blocks come first. None: no single change helps.
     """

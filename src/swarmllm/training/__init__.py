@@ -9,6 +9,7 @@ Each home trains alone for some steps. Then it sends what has changed, in 8 bits
 
 together          the face: an optimizer in a run
 trainer_callback  the same as a callback of transformers' Trainer
+trained           what a home trains, in words that homes compare
 common_texts      texts on which all homes measure their values and the shared ones
 members           the network's side: one peer, streams to the other members, the log of rounds
 run_log           the signed lines of all rounds, and their sums; also read by `swarmllm runs` and the gateway

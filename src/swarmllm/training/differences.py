@@ -20,6 +20,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +36,8 @@ CHUNK = 1 << 20
 """Values that are averaged at a time. It bounds memory."""
 MAX_SCALE = 1e30
 """Larger scales are refused: squares of values must be finite."""
+MAX_PAST = 32
+"""States before it that a state names. Homes that were apart for more rounds can't see where they parted. Assumed."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +161,8 @@ class SharedState:
     """The last round in which each member's difference counted, by peer id."""
     tokens: int = 0
     """Tokens of all members so far, as they said."""
+    past: tuple[str, ...] = ()
+    """Digests of the states before this one, the newest last. They show if another state comes before it."""
 
     @classmethod
     def initial(cls, values: Floats) -> "SharedState":
@@ -178,14 +183,14 @@ class SharedState:
             step *= np.float32(rules.outer_lr)
             values = values - step
         counted = {**self.counted, **dict.fromkeys(differences, self.round)}
-        return SharedState(self.round + 1, values, momentum, counted, self.tokens + tokens)
+        past = (*self.past, self.digest())[-MAX_PAST:]
+        return SharedState(self.round + 1, values, momentum, counted, self.tokens + tokens, past)
 
     def packed(self) -> bytes:
         """All of it as bytes."""
-        head = json.dumps(
-            {"counted": dict(sorted(self.counted.items())), "round": self.round, "tokens": self.tokens},
-            separators=(",", ":"),
-        ).encode()
+        counted, past = dict(sorted(self.counted.items())), list(self.past)
+        fields = {"counted": counted, "past": past, "round": self.round, "tokens": self.tokens}
+        head = json.dumps(fields, separators=(",", ":")).encode()
         parts = (len(head).to_bytes(4, "big"), head, self.values.astype("<f4"), self.momentum.astype("<f4"))
         return b"".join(part if isinstance(part, bytes) else part.tobytes() for part in parts)
 
@@ -201,13 +206,20 @@ class SharedState:
             head = json.loads(bytes(data[4:start]))
             counted = {str(peer_id): int(number) for peer_id, number in head["counted"].items()}
             values, momentum = np.frombuffer(data, "<f4", offset=start).astype(np.float32).reshape(2, size)
-            state = cls(int(head["round"]), values, momentum, counted, int(head["tokens"]))
+            past = tuple(bytes.fromhex(digest).hex() for digest in head.get("past", ()))
+            state = cls(int(head["round"]), values, momentum, counted, int(head["tokens"]), past)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise RemoteProtocolError("a shared state makes no sense", peer_id) from None
         if not (np.isfinite(values).all() and np.isfinite(momentum).all()):
             raise RemoteProtocolError("a shared state holds values that are no finite numbers", peer_id)
+        if len(past) > MAX_PAST or any(len(digest) != 64 for digest in past):
+            raise RemoteProtocolError("a shared state names states before it that make no sense", peer_id)
         return state
 
     def digest(self) -> str:
         """SHA-256 of all of it, in hex."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
         return hashlib.sha256(self.packed()).hexdigest()

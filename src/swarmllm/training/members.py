@@ -12,7 +12,8 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +24,7 @@ from pydantic import Field, ValidationError
 
 from swarmllm.data_structures import MAX_ADDRS, PeerModel, PeerText
 from swarmllm.errors import ConfigurationError, LocalProtocolError, PeerError, RemoteProtocolError, SwarmError
-from swarmllm.files import replaced
+from swarmllm.files import read_text, replace_file, replaced
 from swarmllm.network.p2p.block_directory import run_key
 from swarmllm.network.p2p.identity import Identity
 from swarmllm.network.p2p.peer import Peer
@@ -31,7 +32,7 @@ from swarmllm.network.wire.frames import LARGE_RUN_TYPES, Message, MessageType
 from swarmllm.network.wire.messages import parse
 from swarmllm.network.wire.protocol import FrameStream, hello, raise_error, send_error, welcome
 from swarmllm.training import common_texts
-from swarmllm.training.differences import Difference, Rules, SharedState, limits, unpack
+from swarmllm.training.differences import MAX_PAST, Difference, Rules, SharedState, limits, unpack
 from swarmllm.training.rounds import (
     MAX_MEMBERS,
     Adopt,
@@ -53,6 +54,7 @@ from swarmllm.training.rounds import (
     membership,
 )
 from swarmllm.training.run_log import LOG_FILE, signed_line
+from swarmllm.training.trained import disagreement
 from swarmllm.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -64,12 +66,17 @@ RECORD_S = 60.0
 GREETING_S = 10.0
 FETCH_S = 60.0
 """Longest wait for a difference, or for a piece of a state. Assumed: a home's uplink of 10 Mbit/s sends 75 MB in it."""
+MAX_KEPT_ADDRS = 64
 TELL_WAIT_S = 60.0
 """Seconds between two lines that say which homes are missing."""
+TELL_ROUND_S = 20.0
+"""Seconds between two looks at a round that doesn't end."""
+MAX_REPEATS = 4
+"""Most times that a member gets the same bytes in one round: streams may be lost, but a flood gets no answer."""
 REFUSED_S = 15.0
 """A state that nobody could send is asked for again after this time."""
 PIECE_BYTES = 16 << 20
-STATE_FILE, TEXTS_FILE = "state.bin", "common_texts.json"
+STATE_FILE, TEXTS_FILE, HOMES_FILE = "state.bin", "common_texts.json", "homes.txt"
 
 
 class RunRecord(PeerModel):
@@ -94,6 +101,8 @@ class Membership:
     name: str
     shapes: str
     """SHA-256 of the shapes of the trained tensors, in hex."""
+    trained: Mapping[str, str] = field(default_factory=dict)
+    """What is trained (`trained.description`)."""
     rules: Rules
     texts: bytes
     """The common texts that this home names (`common_texts.packed`)."""
@@ -142,12 +151,18 @@ class Members:
         """The bytes of the state that was asked for last."""
         self._differences: dict[Entry, tuple[Offer, Difference]] = {}
         self._streams: dict[str, FrameStream] = {}
+        self._homes: dict[str, tuple[str, ...]] = {}
+        """Addresses of the members that have been there, by peer id."""
         self._awaited: set[str] = set()
         """Members whose position must come soon."""
         self._dialling: dict[str, asyncio.Task[Any]] = {}
         self._seen: set[str] = set()
-        self._answers: dict[Entry | tuple[str, int], asyncio.Future[bytes]] = {}
-        """Waits for a difference, or for bytes by their digest and offset."""
+        self._named: dict[str, str] = {}
+        """Names of members that have been there."""
+        self._answers: dict[tuple[str, WantHeader], asyncio.Future[bytes]] = {}
+        """Questions to members that wait for an answer."""
+        self._sent: Counter[tuple[str, WantHeader]] = Counter()
+        """Answers in this round."""
         self._event = asyncio.Event()
         self._moved = asyncio.Condition()
         self._own_offer: Offer | None = None
@@ -176,8 +191,8 @@ class Members:
         """Members that are there, with this one."""
         return len(self._streams) + 1
 
-    async def join(self, wait_for: int, invite: Path, *, resumes: bool) -> None:
-        """Meet the members and take their state, or begin with the own one if nobody is there.
+    async def join(self, wait_for: int, invite: Path) -> None:
+        """Meet the members and take their state, or begin with the own one if nobody has been in more rounds.
 
         `invite`: the file with which others come.
 
@@ -185,8 +200,6 @@ class Members:
             ConfigurationError: the others train something else, or by other rules.
         """
         self._spawn(self._announce(), name="announce this home")
-        if resumes:
-            await self._move_to(self.state, ())
         await self._look()
         await asyncio.gather(*self._dialling.values(), return_exceptions=True)
         self._spawn(self._keep_looking(), name="look for members")
@@ -197,11 +210,12 @@ class Members:
             raise self._problem
         if not self.texts:
             await self._take_texts()
-        if self.rounds.position is None and not any(self.rounds.others.values()):
+        if all(one is None or one.round < self.state.round for one in self.rounds.others.values()):
             await self._move_to(self.state, ())
         if self.num_members < wait_for:
             self._spawn(self._tell_wait(wait_for, invite), name="tell that homes are missing")
         self._spawn(self._drive(), name="rounds").add_done_callback(self._driver_ended)
+        self._spawn(self._tell_rounds(), name="tell that rounds don't end")
         async with self._moved:
             await self._moved.wait_for(lambda: self._problem is not None or self._is_together(wait_for))
         if self._problem is not None:
@@ -212,7 +226,7 @@ class Members:
         told = list(self._theirs.values())
         for digest in sorted(set(told), key=lambda one: (-told.count(one), one)):
             for holder in [peer_id for peer_id, theirs in self._theirs.items() if theirs == digest]:
-                data = await self._ask(holder, WantHeader(state=digest), (digest, 0)) or b""
+                data = await self._ask(holder, WantHeader(state=digest)) or b""
                 with suppress(RemoteProtocolError):
                     common_texts.unpacked(data, digest, holder)
                     self.texts = data
@@ -225,6 +239,22 @@ class Members:
             text = "%d of %d homes are here; waiting for the others, which join with the invite in %s"
             logger.warning(text, self.num_members, wait_for, invite)
             await asyncio.sleep(TELL_WAIT_S)
+
+    async def _tell_rounds(self) -> None:
+        """Say which homes a round has waited for, and which ones have other values, if it lasts."""
+        told: tuple[Position | None, set[str], set[str]] = None, set(), set()
+        while True:
+            await asyncio.sleep(TELL_ROUND_S)
+            before, (was_missing, was_split) = told[0], told[1:]
+            told = self.rounds.position, self.rounds.missing(), self.rounds.split_off()
+            if told[0] is before and (missing := told[1] & was_missing):
+                text = "round %d waits for %s, at most %.0f s"
+                logger.warning(text, self.state.round, self._names(missing), self.me.patience_s)
+            if split := told[2] & was_split:
+                logger.warning("the run has split: %s have other values than this home", self._names(split))
+
+    def _names(self, peer_ids: Iterable[str]) -> str:
+        return ", ".join(sorted(self._named.get(peer_id) or peer_id for peer_id in peer_ids))
 
     def _is_together(self, wait_for: int) -> bool:
         own = self.rounds.position
@@ -260,9 +290,10 @@ class Members:
             shared_loss=report.shared_loss,
             name=self.me.name,
         ).signed(self.me.own)
+        if not self.rounds.take_offer(offer, self._now()):
+            return False
         self._own_offer = offer
         self._differences[offer.entry] = offer, difference
-        self.rounds.take_offer(offer, self._now())
         self._broadcast(MessageType.DIFFERENCE, offer, payload)
         self._event.set()
         return True
@@ -334,6 +365,9 @@ class Members:
                 await self._look()
             if not self.texts:
                 await self._take_texts()
+            if self.rounds.position is None and not self._streams:
+                logger.warning("the homes that were here have left: this home begins with its own values")
+                await self._move_to(self.state, ())
 
     async def _look(self) -> None:
         for peer_id, text in (await self.peer.dht_read(run_key(self.me.run.peer_id))).items():
@@ -343,6 +377,7 @@ class Members:
                 continue
             if peer_id == self.me.own.peer_id or not is_member(peer_id, record.member, self.me.run.peer_id):
                 continue
+            self._keep_addresses(peer_id, record.addrs)
             is_new = peer_id not in self._seen
             self._seen.add(peer_id)
             if peer_id in self._streams or peer_id in self._dialling:
@@ -351,6 +386,13 @@ class Members:
                 continue  # it dials this one
             task = self._dialling[peer_id] = self._spawn(self._dial(peer_id, record.addrs), name=f"dial {peer_id}")
             task.add_done_callback(partial(self._dialled, peer_id))
+
+    def _keep_addresses(self, peer_id: str, addrs: tuple[str, ...]) -> None:
+        """Write down where this member is: this home may start again when those of its invite have left."""
+        if self._homes.get(peer_id) != addrs:
+            self._homes[peer_id] = addrs
+            lines = [f"{addr}/p2p/{home}\n" for home, theirs in self._homes.items() for addr in theirs]
+            replace_file(self.me.directory / HOMES_FILE, "".join(lines[:MAX_KEPT_ADDRS]))
 
     def _dialled(self, peer_id: str, _: "asyncio.Task[Any]") -> None:
         self._dialling.pop(peer_id, None)
@@ -395,8 +437,10 @@ class Members:
                 raise PeerError("there is a stream between these members already", stream.peer_id)
             self._spawn(before.close(), name="close the second stream")
         self._streams[stream.peer_id] = stream
+        self._keep_addresses(stream.peer_id, theirs.addrs)
         if theirs.common is not None:
             self._theirs[stream.peer_id] = theirs.common
+        self._named[stream.peer_id] = theirs.name
         self.rounds.meet(stream.peer_id)
         if theirs.has_state:
             self._awaited.add(stream.peer_id)
@@ -408,11 +452,14 @@ class Members:
             member=membership(self.me.own.peer_id, self.me.run),
             size=self.state.values.size,
             shapes=self.me.shapes,
+            trained=dict(self.me.trained),
             outer_lr=rules.outer_lr,
             outer_momentum=rules.outer_momentum,
             trim=rules.trim,
             common=common_texts.digest(self.texts),
+            addrs=self.peer.addrs[:MAX_ADDRS],
             has_state=self.rounds.position is not None,
+            is_new=self.rounds.position is None and not self.state.round,
             name=self.me.name,
         )
 
@@ -440,13 +487,18 @@ class Members:
                 f"this run trains {theirs.size} and {own.size} values of different shapes in two homes: "
                 "use the same model, the same kind of adapter, and the same optimizer groups everywhere"
             )
+        names = self.me.name or "one home", theirs.name or "another one"
+        if (differ := disagreement(own.trained, names[0], theirs.trained, names[1])) is not None:
+            raise ConfigurationError(
+                f"these homes train different things: {differ}. Use the same base model and adapter everywhere"
+            )
         if theirs.rules != self.me.rules:
             raise ConfigurationError(
                 f"homes have different rules, {theirs.rules} and {self.me.rules}: give the same settings everywhere"
             )
         pairs = (own, theirs), (theirs, own)
-        differ = None not in (own.common, theirs.common) and own.common != theirs.common
-        if differ or any(a.common and not a.has_state and b.has_state and not b.common for a, b in pairs):
+        are_others = None not in (own.common, theirs.common) and own.common != theirs.common
+        if are_others or any(a.common and a.is_new and not b.is_new and not b.common for a, b in pairs):
             raise ConfigurationError("homes name different common texts: name them in the first home alone")
         if peer_id not in self._streams and self.num_members >= MAX_MEMBERS:
             raise ConfigurationError(f"this run has {MAX_MEMBERS} members, which is the most")
@@ -497,7 +549,8 @@ class Members:
         elif message.type is MessageType.STATE:
             header = parse(StateHeader, message.header, peer_id)
             self.counts.received_bytes += len(message.payload)
-            self._answered((header.digest, header.offset), bytes(message.payload) if header.total else b"")
+            want = WantHeader(difference=header.difference, state=header.digest, offset=header.offset)
+            self._answered(peer_id, want, bytes(message.payload) if header.total else b"")
         elif message.type is MessageType.ERROR:
             raise_error(message.header, peer_id)
         else:
@@ -519,7 +572,7 @@ class Members:
         else:
             if self.rounds.take_offer(offer, self._now()):
                 self._differences[offer.entry] = offer, difference
-        self._answered(offer.entry, b"")
+        self._answered(sender, WantHeader(difference=offer.entry), b"")
 
     def _checked(self, offer: Offer, payload: bytearray) -> Difference:
         if hashlib.sha256(payload).hexdigest() != offer.sha256:
@@ -527,29 +580,44 @@ class Members:
         return unpack(payload, self.state.values.size, offer.peer_id)
 
     async def _answer(self, stream: FrameStream, want: WantHeader) -> None:
-        if want.difference is not None:
-            await self._send_difference(stream, want.difference)
-        if want.state is None:
-            return
-        state = self._states.get(want.state)
-        if state is not None and self._packed[0] != want.state:
-            self._packed = want.state, await asyncio.to_thread(state.packed)
-        whole = self._packed[1] if self._packed[0] == want.state else b""
-        if want.state == common_texts.digest(self.texts):
-            whole = self.texts
+        self._sent[stream.peer_id, want] += 1
+        if self._sent[stream.peer_id, want] > MAX_REPEATS:
+            await self._send_nothing(stream, want)
+        elif want.difference is not None:
+            if not await self._send_difference(stream, want.difference):
+                await self._send_nothing(stream, want)
+        elif want.state is not None:
+            await self._send_bytes(stream, want, await self._bytes_of(want.state))
+
+    async def _bytes_of(self, digest: str) -> bytes:
+        """A state, or the common texts; empty if they aren't here."""
+        if digest == common_texts.digest(self.texts):
+            return self.texts
+        state = self._states.get(digest)
+        if state is not None and self._packed[0] != digest:
+            self._packed = digest, await asyncio.to_thread(state.packed)
+        return self._packed[1] if self._packed[0] == digest else b""
+
+    async def _send_bytes(self, stream: FrameStream, want: WantHeader, whole: bytes) -> None:
         piece = memoryview(whole)[want.offset : want.offset + PIECE_BYTES]
-        header = StateHeader(digest=want.state, offset=want.offset, total=len(whole))
+        header = StateHeader(difference=want.difference, digest=want.state, offset=want.offset, total=len(whole))
         self.counts.sent_bytes += len(piece)
         await stream.send(MessageType.STATE, header.model_dump(), [piece])
 
-    async def _send_difference(self, stream: FrameStream, entry: Entry) -> None:
-        if (kept := self._differences.get(entry)) is not None:
-            payload = await asyncio.to_thread(kept[1].packed)
-            self.counts.sent_bytes += len(payload)
-            await stream.send(MessageType.DIFFERENCE, kept[0].model_dump(), [payload])
+    async def _send_nothing(self, stream: FrameStream, want: WantHeader) -> None:
+        await self._send_bytes(stream, want, b"")
 
-    def _answered(self, key: Entry | tuple[str, int], data: bytes) -> None:
-        future = self._answers.pop(key, None)
+    async def _send_difference(self, stream: FrameStream, entry: Entry) -> bool:
+        """Send it. False: it isn't here."""
+        if (kept := self._differences.get(entry)) is None:
+            return False
+        payload = await asyncio.to_thread(kept[1].packed)
+        self.counts.sent_bytes += len(payload)
+        await stream.send(MessageType.DIFFERENCE, kept[0].model_dump(), [payload])
+        return True
+
+    def _answered(self, holder: str, want: WantHeader, data: bytes) -> None:
+        future = self._answers.pop((holder, want), None)
         if future is not None and not future.done():
             future.set_result(data)
 
@@ -570,8 +638,7 @@ class Members:
         while True:
             self._event.clear()
             actions = self.rounds.step(self._now())
-            for action in actions:
-                await self._do(action)
+            await asyncio.gather(*map(self._do, actions))  # several at once are fetches
             if not actions:
                 wakes_at = self.rounds.wakes_at
                 with suppress(TimeoutError):
@@ -590,20 +657,24 @@ class Members:
             await self._adopt(action)
 
     async def _fetch(self, fetch: Fetch) -> None:
+        """Ask the holders one after the other, each once."""
         assert self.rounds.position is not None
         entry = fetch.peer_id, self.rounds.position.digest, fetch.sha256
-        for holder in fetch.holders:
-            await self._ask(holder, WantHeader(difference=entry), entry)
-            if entry in self._differences:
-                return
-        self.rounds.give_up(fetch.peer_id, fetch.sha256)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(2 * FETCH_S):
+                for holder in fetch.holders:
+                    await self._ask(holder, WantHeader(difference=entry))
+                    if entry in self._differences:
+                        return
+        names = self._names([fetch.peer_id]), self.state.round, self._names(fetch.holders)
+        logger.warning("the difference of %s doesn't count here in round %d: it doesn't come from %s", *names)
 
-    async def _ask(self, holder: str, want: WantHeader, key: Entry | tuple[str, int]) -> bytes | None:
+    async def _ask(self, holder: str, want: WantHeader) -> bytes | None:
         """Send a question, and wait for its answer; None: it doesn't come."""
         stream = self._streams.get(holder)
         if stream is None:
             return None
-        answer = self._answers[key] = asyncio.get_running_loop().create_future()
+        answer = self._answers[holder, want] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(FETCH_S):
                 await stream.send(MessageType.WANT, want.model_dump())
@@ -613,7 +684,7 @@ class Members:
             logger.info("%s didn't send what was asked for: %s", holder, error)
             return None
         finally:
-            self._answers.pop(key, None)
+            self._answers.pop((holder, want), None)
 
     async def _adopt(self, adopt: Adopt) -> None:
         digest = adopt.position.digest
@@ -624,7 +695,7 @@ class Members:
             data, total = bytearray(), None
             while total is None or len(data) < total:
                 want = WantHeader(state=digest, offset=len(data))
-                piece = await self._ask(holder, want, (digest, len(data)))
+                piece = await self._ask(holder, want)
                 if not piece:
                     break
                 data += piece
@@ -636,11 +707,26 @@ class Members:
             with suppress(RemoteProtocolError):
                 state = await asyncio.to_thread(SharedState.unpack, data, self.state.values.size, holder)
                 if state.round == adopt.position.round and await asyncio.to_thread(state.digest) == digest:
-                    logger.info("the state of round %d comes from %s", state.round, holder)
+                    self._say_adopted(adopt, holder)
                     await self._move_to(state, (), digest)
                     return
         logger.warning("the state of round %d can't be had from %s", adopt.position.round, ", ".join(adopt.holders))
         self.rounds.give_up_state(digest, self._now() + REFUSED_S)
+
+    def _say_adopted(self, adopt: Adopt, holder: str) -> None:
+        number = adopt.position.round
+        logger.info("the state of round %d comes from %s", number, self._names([holder]))
+        if adopt.parts_at is None:
+            return
+        since = f"after round {adopt.parts_at}" if adopt.parts_at >= 0 else f"more than {MAX_PAST} rounds ago"
+        logger.warning(
+            "the run had split %s: this home, at round %d, takes the values of %s, at round %d. More homes have these, "
+            "or as many and more rounds. Rounds of this home since then don't count",
+            since,
+            self.state.round,
+            self._names(adopt.holders),
+            number,
+        )
 
     async def _apply(self, offers: tuple[Offer, ...]) -> None:
         differences = {offer.peer_id: self._differences[offer.entry][1] for offer in offers}
@@ -659,8 +745,10 @@ class Members:
         digest = digest or await asyncio.to_thread(state.digest)
         self.state = state
         self._states = dict([*self._states.items(), (digest, state)][-2:])
-        position, before = Position(round=state.round, digest=digest, chosen=chosen), self.rounds.position
+        position = Position(round=state.round, digest=digest, chosen=chosen, past=state.past)
+        before = self.rounds.position
         self.rounds.advance(position)
+        self._sent.clear()
         needed = self.rounds.needed()
         if before is not None:  # others may still ask for those that have counted
             needed |= {(peer_id, before.digest, sha256) for peer_id, sha256 in chosen}
@@ -718,6 +806,12 @@ class Members:
         line = json.dumps(signed_line(fields, self.me.own), separators=(",", ":"))
         with (self.me.directory / LOG_FILE).open("a", encoding="utf-8") as file:
             file.write(line + "\n")
+
+
+def saved_homes(directory: Path) -> list[str]:
+    """Addresses of the members that were there before this process."""
+    path = directory / HOMES_FILE
+    return read_text(path).split() if path.exists() else []
 
 
 def saved_state(directory: Path, size: int) -> SharedState | None:

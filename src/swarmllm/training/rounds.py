@@ -10,21 +10,24 @@ A round begins with the first difference. Each member sends its own one to all o
 The *union* of all votes counts. So a member that lies can leave nobody out, and a difference that reached one member
 counts for all, because they ask that one for it. A member that sends two different differences is left out.
 
-Members may hear different votes if somebody dies in the middle. Then their digests differ, and the smaller group takes
-the state of the larger one. A member that comes, or was frozen, takes the state of more than half in the same way. Half
-against half, the higher round counts, then the smaller digest. Members that are silent are not waited for.
+Members may hear different votes if somebody dies in the middle, or lose each other for a while. Then the run splits:
+their states have different digests, and none comes from the other (each names the states before it). When the groups
+meet, the one with more homes counts, of equal ones the one at the higher round, then the smaller digest. The others
+take its state, and say so. A member that comes, or was frozen, takes the state of at least half. Nobody waits for
+members that are silent.
+
+Each difference is asked for once in a round. If it doesn't come, it doesn't count here.
 """
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
-from swarmllm.data_structures import PeerModel, PeerText
+from swarmllm.data_structures import MAX_ADDRS, PeerModel, PeerText
 from swarmllm.network.p2p.identity import Identity, verify
-from swarmllm.training.differences import Rules
+from swarmllm.training.differences import MAX_PAST, Rules
 
 MAX_MEMBERS = 16
 """Each member sends its difference to each other one, so the bytes grow with their square."""
@@ -41,6 +44,7 @@ PeerId = Annotated[str, Field(min_length=40, max_length=64)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Signature = Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
 Loss = Annotated[float, Field(ge=-MAX_LOSS, le=MAX_LOSS, allow_inf_nan=False)]
+TrainedText = Annotated[PeerText, Field(max_length=256)]
 RoundNumber = Annotated[int, Field(ge=0, le=MAX_ROUND)]
 Entry = tuple[PeerId, Digest, Digest]
 """A difference: the peer id of its home, the digest of the state that it belongs to, and the SHA-256 of its bytes. Two
@@ -60,13 +64,21 @@ class MemberHeader(PeerModel):
     """Number of trained values."""
     shapes: Digest
     """A digest of the shapes of the trained tensors."""
+    trained: Annotated[
+        dict[Annotated[PeerText, Field(max_length=64)], TrainedText], Field(max_length=80, default_factory=dict)
+    ]
+    """Names of parameters, base model and adapter, as far as the sender knows them (`trained.description`)."""
     outer_lr: Annotated[float, Field(ge=0, le=1e6)]
     outer_momentum: Annotated[float, Field(ge=0, le=1)]
     trim: Annotated[float, Field(ge=0, le=0.5)]
     common: Digest | None = None
     """A digest of the common texts (`common_texts.digest`). None: the sender has none."""
+    addrs: Annotated[tuple[Annotated[PeerText, Field(max_length=256)], ...], Field(max_length=MAX_ADDRS)] = ()
+    """Addresses at which the sender can be dialled."""
     has_state: bool = True
     """False: the sender is just joining. True: its POSITION follows."""
+    is_new: bool = False
+    """True: the sender has been in no round yet."""
     name: Annotated[PeerText, Field(max_length=64)] = ""
 
     @property
@@ -81,10 +93,26 @@ class Position(PeerModel):
     digest: Digest
     chosen: Choice = ()
     """The differences from which this state was made, if the member has made it itself."""
+    past: Annotated[tuple[Digest, ...], Field(max_length=MAX_PAST)] = ()
+    """Digests of the states before it, the newest last."""
 
     @property
     def key(self) -> tuple[int, str]:
         return self.round, self.digest
+
+    def is_before(self, other: "Position") -> bool:
+        """True if the other state has come from this one."""
+        back = other.round - self.round
+        return 0 < back <= len(other.past) and other.past[-back] == self.digest
+
+    def is_on_the_way_of(self, other: "Position") -> bool:
+        """True if they are the same, or one has come from the other. Otherwise the run has split between them."""
+        return self.key == other.key or self.is_before(other) or other.is_before(self)
+
+    def common_round(self, other: "Position") -> int | None:
+        """The last round in which both had the same state; None: it is too long ago."""
+        ways = [dict(enumerate([*one.past, one.digest], one.round - len(one.past))) for one in (self, other)]
+        return max((number for number in ways[0] if ways[1].get(number) == ways[0][number]), default=None)
 
 
 class Offer(PeerModel):
@@ -142,10 +170,11 @@ class WantHeader(PeerModel):
 
 
 class StateHeader(PeerModel):
-    """STATE: bytes from an offset on. `total` 0: it isn't here any more."""
+    """STATE: an answer to WANT, with its fields: bytes from an offset on. `total` 0: it isn't here any more."""
 
-    digest: Digest
-    offset: Annotated[int, Field(ge=0, le=1 << 40)]
+    difference: Entry | None = None
+    digest: Digest | None = None
+    offset: Annotated[int, Field(ge=0, le=1 << 40)] = 0
     total: Annotated[int, Field(ge=0, le=1 << 40)]
 
 
@@ -171,7 +200,7 @@ class SendVote(NamedTuple):
 
 
 class Fetch(NamedTuple):
-    """Ask these members for the difference; then `take_offer` or `give_up`."""
+    """Ask these members for the difference. `take_offer` if it comes."""
 
     peer_id: str
     sha256: str
@@ -189,6 +218,8 @@ class Adopt(NamedTuple):
 
     position: Position
     holders: tuple[str, ...]
+    parts_at: int | None = None
+    """If the run has split: the last round that both states have in common, or -1 if it is unknown."""
 
 
 Action = SendVote | Fetch | Apply | Adopt
@@ -204,8 +235,8 @@ class _Round:
     voted_at: float | None = None
     offers: dict[tuple[str, str], Offer] = field(default_factory=dict)
     votes: dict[str, Choice] = field(default_factory=dict)
-    lost: set[tuple[str, str]] = field(default_factory=set)
-    """Differences that nobody could send."""
+    asked: set[tuple[str, str]] = field(default_factory=set)
+    """Differences that others were asked for."""
     refused: set[str] = field(default_factory=set)
     """Members whose difference makes no sense."""
 
@@ -237,24 +268,23 @@ class Rounds:
         self.others.pop(peer_id, None)
 
     def take_position(self, peer_id: str, position: Position, now: float) -> None:
-        before = self.others.get(peer_id)
         self.others[peer_id] = position
-        if position.chosen and before is not None and before.round + 1 == position.round:
-            self._take_vote(peer_id, before.key, position.chosen, now)
+        if position.chosen and position.past:
+            self._take_vote(peer_id, (position.round - 1, position.past[-1]), position.chosen, now)
 
     def take_vote(self, peer_id: str, vote: VoteHeader, now: float) -> None:
         self._take_vote(peer_id, (vote.round, vote.base), vote.have, now)
 
     def _take_vote(self, peer_id: str, key: Key, have: Choice, now: float) -> None:
         if (one := self._round(key, now)) is not None:
-            one.votes[peer_id] = (*one.votes.get(peer_id, ()), *have)[:MAX_CHOSEN]
+            one.votes[peer_id] = tuple(dict.fromkeys([*one.votes.get(peer_id, ()), *have]))[:MAX_CHOSEN]
             one.first_vote_at = now if one.first_vote_at is None else one.first_vote_at
 
     def take_offer(self, offer: Offer, now: float) -> bool:
         """Note a difference whose signature and payload are right. False: it isn't needed."""
         kept = [one for one in self._rounds.values() for peer_id, _ in one.offers if peer_id == offer.peer_id]
-        one = self._round((offer.round, offer.base), now) if len(kept) < MAX_KEPT else None
-        if one is None:
+        one = self._round((offer.round, offer.base), now)
+        if one is None or (len(kept) >= MAX_KEPT and offer.peer_id != self._own):
             return False
         known = self.others.keys() | {self._own}
         if offer.peer_id not in known and sum(peer_id not in known for peer_id, _ in one.offers) >= MAX_MEMBERS:
@@ -266,11 +296,6 @@ class Rounds:
         """The difference that this member sent makes no sense, so it isn't waited for."""
         if (one := self._round((offer.round, offer.base), now)) is not None:
             one.refused.add(peer_id)
-
-    def give_up(self, peer_id: str, sha256: str) -> None:
-        """Nobody sends this difference."""
-        for one in self._rounds.values():
-            one.lost.add((peer_id, sha256))
 
     def give_up_state(self, digest: str, until: float) -> None:
         """Nobody sends this state."""
@@ -291,9 +316,10 @@ class Rounds:
         return {offer.entry for one in self._rounds.values() for offer in one.offers.values()}
 
     def _round(self, key: Key, now: float) -> _Round | None:
-        """The round of this state, if it may be the own one soon."""
-        at = 0 if self.position is None else self.position.round
-        if key not in self._rounds and (not at <= key[0] <= at + 1 or len(self._rounds) >= 2 * MAX_MEMBERS):
+        """The round of this state, if it is the own one, or may be it soon."""
+        own = (0, "") if self.position is None else self.position.key
+        is_known = key in self._rounds or key == own
+        if not is_known and (not own[0] <= key[0] <= own[0] + 1 or len(self._rounds) >= 2 * MAX_MEMBERS):
             return None
         return self._rounds.setdefault(key, _Round(now))
 
@@ -315,17 +341,22 @@ class Rounds:
         if not self._is_voted(one, now):
             return []
         chosen = self._chosen(one)
-        fetches = [
-            Fetch(peer_id, sha256, tuple(sorted(voter for voter, have in one.votes.items() if entry in have)))
-            for entry in sorted(chosen - one.offers.keys())
-            for peer_id, sha256 in [entry]
-        ]
-        return list(fetches) or [Apply(tuple(one.offers[entry] for entry in sorted(chosen)))]
+        if missing := sorted(chosen - one.offers.keys()):
+            one.asked.update(missing)
+            return [Fetch(*entry, self._holders(one, entry)) for entry in missing]
+        return [Apply(tuple(one.offers[entry] for entry in sorted(chosen)))]
+
+    @staticmethod
+    def _holders(one: _Round, entry: tuple[str, str]) -> tuple[str, ...]:
+        """Members that have voted for it, its own home first."""
+        voters = [voter for voter, have in one.votes.items() if entry in have]
+        return tuple(sorted(voters, key=lambda voter: (voter != entry[0], voter)))
 
     def _is_collected(self, one: _Round, now: float) -> bool:
         if not one.offers:
             return bool(one.votes) and self._is_over(now, (one.first_vote_at or now) + self._vote_s / 2)
-        here = {peer_id for peer_id, _ in one.offers} | one.refused
+        told = {peer_id for have in one.votes.values() for peer_id, _ in have}  # they come when they are asked for
+        here = {peer_id for peer_id, _ in one.offers} | one.refused | told
         if here >= self._expected():
             return True
         ends_at = one.began_at + self._patience_s
@@ -348,24 +379,25 @@ class Rounds:
 
     def _somebody_is_done(self) -> bool:
         """True if a member has ended this round."""
-        assert self.position is not None
-        at = self.position.round
-        return any(theirs is not None and theirs.round > at for theirs in self.others.values())
+        own = self.position
+        return own is not None and any(theirs is not None and own.is_before(theirs) for theirs in self.others.values())
 
     def _expected(self) -> set[str]:
         """Members whose difference is waited for: those at the same state, or just before it."""
-        assert self.position is not None
-        before = self.position.round - 1
+        own = self.position
+        assert own is not None
         theirs = {
             peer_id
             for peer_id, position in self.others.items()
-            if position is not None and (self._is_with(position) or position.round == before)
+            if position is not None
+            and (self._is_with(position) or (position.round == own.round - 1 and position.is_before(own)))
         }
         return theirs | {self._own} if self.trains else theirs
 
     def _chosen(self, one: _Round) -> set[tuple[str, str]]:
-        """The union of the votes, without those that sent two differences, and without lost ones."""
-        entries = {entry for have in one.votes.values() for entry in have} - one.lost
+        """The union of the votes, without members that sent two differences, and without those that nobody sends."""
+        lost = one.asked - one.offers.keys()
+        entries = {entry for have in one.votes.values() for entry in have} - lost
         senders = [peer_id for peer_id, _ in entries]
         single = {(peer_id, sha256) for peer_id, sha256 in entries if senders.count(peer_id) == 1}
         return set(sorted(single)[:MAX_CHOSEN])
@@ -377,35 +409,60 @@ class Rounds:
         for peer_id, position in theirs.items():
             if self._refused.get(position.digest, now) <= now:
                 groups.setdefault(position.key, []).append(peer_id)
+        own = self.position
+        if own is not None:
+            groups = {key: one for key, one in groups.items() if self._counts_more(theirs[one[0]], [*theirs.values()])}
         if not groups:
             return None
         best = max(groups, key=lambda key: (len(groups[key]), key[0], _reversed(key[1])))
-        if self.position is not None:
-            at = self.position.round
-            best = max(groups, key=lambda key: (key[0] >= at, len(groups[key]), key[0], _reversed(key[1])))
-            if not self._counts_more(best, len(groups[best]), theirs.values()):
-                return None
-        return Adopt(theirs[groups[best][0]], tuple(sorted(groups[best])))
+        position = theirs[groups[best][0]]
+        parts_at = None
+        if own is not None and not own.is_on_the_way_of(position):
+            common = own.common_round(position)
+            parts_at = -1 if common is None else common
+        return Adopt(position, tuple(sorted(groups[best])), parts_at)
 
     def is_outvoted(self, now: float) -> bool:
         """True if others have a state that counts more."""
         return self._adopt(now) is not None
 
-    def _counts_more(self, key: Key, count: int, theirs: Iterable[Position]) -> bool:
-        assert self.position is not None
-        own, others = self.position.key, list(theirs)
-        if key == own or key[0] < own[0]:
+    def split_off(self) -> set[str]:
+        """Members on another way: their state isn't before or after the own one."""
+        own = self.position
+        return {
+            peer_id
+            for peer_id, theirs in self.others.items()
+            if own is not None and theirs is not None and not theirs.is_on_the_way_of(own)
+        }
+
+    def missing(self) -> set[str]:
+        """Members whose difference this round waits for."""
+        one = None if self.position is None else self._rounds.get(self.position.key)
+        if one is None or one.voted_at is not None:
+            return set()
+        return self._expected() - {peer_id for peer_id, _ in one.offers} - one.refused - {self._own}
+
+    def _counts_more(self, position: Position, theirs: list[Position]) -> bool:
+        """True if this state of others is to be taken."""
+        own = self.position
+        assert own is not None
+        if position.key == own.key or position.is_before(own):
             return False
-        total = len(others) + 1
-        if key[0] > own[0]:
-            if key[0] == own[0] + 1 and self._can_end_itself():
+        if own.is_before(position):
+            if position.round == own.round + 1 and self._can_end_itself():
                 return False
-            return 2 * count >= total
-        if 2 * count > total:
+            ahead = sum(one.key == position.key or position.is_before(one) for one in theirs)
+            return 2 * ahead >= len(theirs) + 1
+        sides = [(one.is_on_the_way_of(position), one.is_on_the_way_of(own)) for one in theirs]
+        for_them, for_own, undecided = (
+            sides.count((True, False)),
+            1 + sides.count((False, True)),
+            sides.count((True, True)),
+        )
+        if for_them > for_own + undecided:
             return True
-        same = 1 + sum(one.key == own for one in others)
-        settled = all(one.round >= own[0] for one in others)
-        return settled and (count, _reversed(key[1])) > (same, _reversed(own[1]))
+        count_them = for_them, position.round, _reversed(position.digest)
+        return not undecided and count_them > (for_own, own.round, _reversed(own.digest))
 
     def _can_end_itself(self) -> bool:
         """True if the own round isn't over, and others have told what they chose: then `step` ends it."""

@@ -29,9 +29,10 @@ from swarmllm.invite import Invite, is_invite, read_invite, unpack_invites
 from swarmllm.network.p2p.identity import Identity, lock_identity
 from swarmllm.training import common_texts
 from swarmllm.training.differences import Floats, Rules, SharedState, quantize
-from swarmllm.training.members import STATE_FILE, TEXTS_FILE, Members, Membership, Report, saved_state
+from swarmllm.training.members import STATE_FILE, TEXTS_FILE, Members, Membership, Report, saved_homes, saved_state
 from swarmllm.training.privacy import epsilon_of, with_noise
 from swarmllm.training.rounds import MAX_LOSS
+from swarmllm.training.trained import description
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +47,11 @@ MAX_HOMES_HERE = 16
 class RunSettings:
     """Settings of a home in a run. The first three must be the same in all homes."""
 
-    outer_lr: float = 0.7
-    """Learning rate of the average of all differences. 1 and no momentum: plain averages of the values. The default is
-    DiLoCo's."""
-    outer_momentum: float = 0.9
-    """Nesterov momentum of the averages. The default is DiLoCo's."""
+    outer_lr: float = Rules.outer_lr
+    """Learning rate of the average of all differences. 1 and no momentum: plain averages of the values."""
+    outer_momentum: float = Rules.outer_momentum
+    """Nesterov momentum of the averages. Both defaults are DiLoCo's. For runs of few rounds, 0.8 and a momentum of 0.5
+    are better (`benchmarks/together.py`)."""
     trim: float = 0.0
     """Share of the largest and of the smallest differences of each value to leave out: 0.25 of 4 homes leaves out one
     each. Lies count less then, and so does what only one home has seen."""
@@ -99,7 +100,8 @@ class Together:
     `loss_of` returns the loss of the model, with the values that it has at the moment, on the run's common texts
     (`RunSettings.common_texts`): `functools.partial(text_loss, model, tokenizer)`. Without it, this home measures none.
     `directory` holds this home's identity, the log of rounds, and the newest shared state, from which it goes on if
-    nobody else is there. Without `initial_peers` the run has a small swarm of its own.
+    nobody else is there. With `model` (the one with the adapter) homes that train another adapter or base model refuse
+    each other. Without it they compare shapes only. Without `initial_peers` the run has a small swarm of its own.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class Together:
         initial_peers: Sequence[str] = (),
         settings: RunSettings | None = None,
         loss_of: Callable[[Sequence[str]], float] | None = None,
+        model: Any = None,
     ) -> None:
         if not run:
             raise ConfigurationError("the run has no name: give one, or the invite of another home")
@@ -124,6 +127,9 @@ class Together:
             raise ConfigurationError("a home trains in one process: begin without torch.distributed")
         if not 0 < size <= MAX_VALUES:
             raise ConfigurationError(f"{size} trained values: a run needs 1 to {MAX_VALUES}, so train an adapter")
+        self._trained = description(optimizer, model)
+        if not self._trained:
+            logger.warning("homes compare shapes only: give Together the model, and they see if they train the same")
         self._run, self._peers, self._chosen_directory = run, tuple(initial_peers), directory
         self._loop: EventLoop | None = None
         self._members: Members | None = None
@@ -167,6 +173,7 @@ class Together:
             own=own,
             name=(self.settings.name or socket.gethostname())[:64],
             shapes=self._shapes(),
+            trained=self._trained,
             rules=rules,
             texts=self._known_texts(self.directory),
             directory=self.directory,
@@ -195,14 +202,16 @@ class Together:
             "announce_maddrs": self.settings.announce_maddrs,
             "identity_path": self.directory / "identity.key",
             "reachability": "auto",
-            "address_book": self.directory / "peers.json",
         }
+        met = saved_homes(self.directory)
         try:
-            await members.start(initial_peers=peers, **network)
+            await members.start(initial_peers=tuple(dict.fromkeys([*peers, *met])), **network)
         except PeerUnreachableError as error:
             if not resumes:
                 raise
-            logger.warning("this home goes on alone from its newest shared values: %s", error)
+            path = self.directory / INVITE_FILE
+            text = "no other home can be reached, so this one goes on alone; others join with the new invite in %s: %s"
+            logger.warning(text, path, error)
             await members.start(**network)
         secret = key.key.private_bytes_raw().hex()
         ways = tuple(dict.fromkeys([*members.peer.join_maddrs, *peers]))[:64]
@@ -211,7 +220,7 @@ class Together:
         path.unlink(missing_ok=True)
         create_private_file(path, self.invite.encode())
         logger.info("other homes join this run with the invite in %s", path)
-        await members.join(self.settings.wait_for, path, resumes=resumes)
+        await members.join(self.settings.wait_for, path)
         await members.trains(True)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

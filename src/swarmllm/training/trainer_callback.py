@@ -37,6 +37,7 @@ class TogetherCallback(TrainerCallback):
         options, tokenizer = dict(self._options), kwargs.get("processing_class")
         if isinstance(tokenizer, PreTrainedTokenizerBase):
             options.setdefault("loss_of", partial(text_loss, kwargs["model"], tokenizer))
+        options.setdefault("model", kwargs.get("model"))
         self.together = Together(optimizer, self._run, self._every, **options)
         self.together.__enter__()
 

@@ -1,6 +1,8 @@
 """Errors about missing blocks name the mend, and a swarm that was started again is found."""
 
 import asyncio
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,10 @@ from swarmllm.client.view.servers import LookUps
 from swarmllm.config import ClientConfig
 from swarmllm.data_structures import ServerInfo, SwarmSnapshot
 from swarmllm.errors import MissingBlocksError
+from swarmllm.network.p2p.discovery import HERE_FILE, SwarmHere, find_swarm_here
+from swarmllm.network.p2p.identity import Identity
+
+SWARM = Identity.generate().peer_id
 
 
 class Empty:
@@ -79,3 +85,61 @@ async def test_a_swarm_of_the_local_network_that_was_started_again_is_found(
         await asyncio.sleep(0)
     assert told == joined
     assert looks == len(joined)
+
+
+async def test_the_agent_of_this_machine_is_found_while_it_listens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SWARMLLM_STATE_DIR", str(tmp_path))
+    assert await find_swarm_here() is None
+    agent = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+    port = agent.sockets[0].getsockname()[1]
+    told = {"name": "ho\x1bme", "swarm_name": "s", "initial_peers": [f"/ip4/127.0.0.1/tcp/{port}/p2p/12D3"]}
+    (tmp_path / HERE_FILE).write_text(json.dumps({**told, "models": {"f": "org/model"}}))
+    found = await find_swarm_here()
+    assert found == SwarmHere("ho?me", "s", tuple(told["initial_peers"]), {"f": "org/model"})
+    for damaged in ("", "[]", json.dumps(told), json.dumps({**told, "models": []})):
+        (tmp_path / HERE_FILE).write_text(damaged)
+        assert await find_swarm_here() is None
+    agent.close()
+    await agent.wait_closed()
+    (tmp_path / HERE_FILE).write_text(json.dumps({**told, "models": {}}))
+    assert await find_swarm_here() is None  # it was killed
+
+
+@pytest.mark.parametrize(
+    ("looks", "joined"),
+    [
+        ([{"f": "org/model"}], "here"),
+        ([{}, {"f": "org/model"}], "here"),  # `swarmllm use` was called a moment ago
+        ([{"g": "other"}, {"g": "other"}], "other: give it this one by `swarmllm use org/model`; besides, no swarm"),
+        ([None], "no swarm"),
+    ],
+)
+async def test_a_client_on_a_machine_of_a_swarm_uses_that_swarm(
+    monkeypatch: pytest.MonkeyPatch, looks: list[dict[str, str] | None], joined: str
+) -> None:
+    async def here() -> SwarmHere | None:
+        models = looks.pop(0)
+        return None if models is None else SwarmHere("home", SWARM, ("here",), models)
+
+    async def find_swarm(*_: Any, **__: Any) -> tuple[str, ...]:
+        raise MissingBlocksError("no swarm")
+
+    async def create(*, initial_peers: tuple[str, ...], **_: Any) -> Any:
+        return SimpleNamespace(prefer_records=lambda _: None, addresses=initial_peers)
+
+    monkeypatch.setattr(servers_module, "find_swarm_here", here)
+    monkeypatch.setattr(servers_module, "find_swarm", find_swarm)
+    monkeypatch.setattr(servers_module.Peer, "create", create)
+    look_ups = LookUps(ClientConfig(), name="org/model", fingerprint="f", num_blocks=4, check_greeting=lambda *_: None)
+    if joined != "here":
+        with pytest.raises(MissingBlocksError, match=joined):
+            await look_ups.connect()
+        return
+    await look_ups.connect()
+    assert look_ups.peer.addresses == ("here",)  # type: ignore[attr-defined]
+    assert look_ups._directory._swarm_name == SWARM
+    monkeypatch.setattr(look_ups, "_directory", Empty())
+    look_ups.snapshot = SwarmSnapshot(4, (ServerInfo(peer_id="1" * 52, start=0, end=2),))
+    assert "`swarmllm use` shows" in str(await look_ups.explained(MissingBlocksError("none", (2, 3)), None, ""))

@@ -196,6 +196,18 @@ async def test_a_restart_goes_on_with_the_command_and_the_blocks(tmp_path: Path,
     assert (hosted.manifest, hosted.start, hosted.end, hosted.state) == (manifest, 2, 5, "waiting")
 
 
+async def test_programs_on_this_machine_are_told_how_to_reach_the_swarm(agent: Agent, register: FakeRegister) -> None:
+    register.others = {MEMBER.peer_id: record(command=command(1, "a", "b"))}
+    await looked(agent)
+    agent._models.wanted[wanted("a")[0].manifest].fingerprint = "f" * 64
+    agent._tell_programs_here()
+    told = agent._state.read("here.json", {})
+    assert told == {
+        "name": "home", "swarm_name": SWARM.peer_id, "initial_peers": list(FakePeer.join_maddrs),
+        "models": {"f" * 64: "a"},
+    }  # fmt: skip
+
+
 async def test_a_record_that_a_look_misses_counts_for_a_while(agent: Agent, register: FakeRegister) -> None:
     register.others = {MEMBER.peer_id: record()}
     await looked(agent, 0.0)

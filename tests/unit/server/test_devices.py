@@ -198,9 +198,9 @@ async def test_all_announce_on_the_local_network_like_the_first_one(settings: di
     for one in of_each_device(ServerConfig(model="M", **settings), TWO):
         servers.append(_DeviceServer("x", one, servers))
     first, second = servers
-    assert first._settings().announces_on_lan == announces
+    assert (await first._settings()).announces_on_lan == announces
     first.maddrs = (OTHER,)
-    joined = second._settings()
+    joined = await second._settings()
     assert joined.initial_peers == (*([PEER] if "initial_peers" in settings else []), OTHER)
     assert (joined.announces_on_lan, joined.new_swarm) == (announces, False)
 

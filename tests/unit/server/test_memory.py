@@ -79,9 +79,17 @@ def test_limits(text: str, total: int, expected: float) -> None:
     assert memory_limit_bytes(text, total) == expected
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1", "101%", "9 TB", "all", "1e3", "69", "nan"])
-def test_limits_that_mean_nothing(text: str) -> None:
-    with pytest.raises(ConfigurationError, match="max_memory must be in GB"):
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        *((text, "max_memory must be in GB") for text in ("", "0", "-1", "9 TB", "all", "1e3", "nan")),
+        ("101%", "'101%' is more than 100%"),
+        ("69", "'69' is more than the 68.72 GB that the device has"),
+        ("9" * 400, "more than the"),
+    ],
+)
+def test_limits_that_mean_nothing(text: str, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
         memory_limit_bytes(text, 64 * GIB)
 
 

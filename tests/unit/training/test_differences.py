@@ -114,7 +114,7 @@ def test_bits_are_those_of_every_machine() -> None:
     state = SharedState.initial(values)
     for number in range(3):
         state = state.after(
-            of(a=values * np.float32(0.01), b=-values[::-1] * np.float32(3 + number)), 10, Rules(trim=0.4)
+            of(a=values * np.float32(0.01), b=-values[::-1] * np.float32(3 + number)), 10, Rules(0.7, 0.9, 0.4)
         )
     assert hashlib.sha256(state.values.tobytes()).hexdigest()[:16] == "ac147667c99a5fec"
 
@@ -128,7 +128,7 @@ def test_outer_steps_are_those_of_nesterov_sgd() -> None:
         difference = quantize(numbers(500, seed + 10, 0.1))
         parameter.grad = torch.from_numpy(difference.values())
         optimizer.step()
-        state = state.after({"a": difference}, 5, Rules())
+        state = state.after({"a": difference}, 5, Rules(0.7, 0.9))
     assert np.allclose(state.values, parameter.detach().numpy(), atol=1e-5)
     assert (state.round, state.tokens, state.counted) == (4, 20, {"a": 3})
 

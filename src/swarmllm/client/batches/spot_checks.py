@@ -147,7 +147,7 @@ class SpotChecks:
         return error
 
     def _doubted(self, servers: Sequence[ServerInfo], what: str) -> CorruptActivationsError:
-        """Judge servers of which one is wrong, and the client can't know which."""
+        """Judge servers when one of them is wrong, and the client can't know which one."""
         self._view.counts["spot_checks_undecided"] += 1
         peer_ids = [server.peer_id for server in servers]
         for peer_id in peer_ids:

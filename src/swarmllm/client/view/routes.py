@@ -273,7 +273,7 @@ class Routes:
             await asyncio.sleep(enough - time.monotonic())
 
     def ask_again(self, span: Span) -> None:
-        """Greet all announced servers of these blocks at once, so that those that answer come first.
+        """Greet all announced servers of these blocks at once; the first to answer come first.
 
         One after the other, all dead servers that are still announced could come before the live one.
         """

@@ -54,7 +54,7 @@ from swarmllm.errors import (
     WeightsMismatchError,
 )
 from swarmllm.network.p2p.block_directory import BlockDirectory
-from swarmllm.network.p2p.discovery import LOOK_ON_S, find_swarm
+from swarmllm.network.p2p.discovery import LOOK_ON_S, SwarmHere, find_swarm, find_swarm_here
 from swarmllm.network.p2p.identity import Identity
 from swarmllm.network.p2p.peer import Peer
 from swarmllm.network.p2p.verified_peers import CheckGreeting, VerifiedPeers
@@ -107,6 +107,8 @@ class LookUps:
         self._refreshing = asyncio.Lock()
         self._lan_look: asyncio.Task[None] | None = None
         self._lan_looked_at = -math.inf
+        self._here: SwarmHere | None = None
+        """The swarm of this machine's agent, if this client found it there."""
 
     @property
     def peer(self) -> Peer:
@@ -130,9 +132,7 @@ class LookUps:
                     "name peers of the swarm with --initial_peers (in Python: initial_peers=[…]), which servers "
                     "print when they start, or set SWARMLLM_INITIAL_PEERS"
                 )
-            initial_peers = await find_swarm(
-                self.name, self.fingerprint, look_on_s=min(LOOK_ON_S, self.config.start_timeout_s)
-            )
+            initial_peers = await self._find_swarm()
         self._peer = await Peer.create(
             initial_peers=initial_peers,
             identity_path=self.config.identity_path,
@@ -140,7 +140,34 @@ class LookUps:
             address_book=address_book_path(),
         )
         self._peer.prefer_records(self.verified.__contains__)
-        self._directory = BlockDirectory(self._peer, self.config.swarm_name)
+        self._directory = BlockDirectory(self._peer, self._swarm_name)
+
+    @property
+    def _swarm_name(self) -> str | None:
+        return self.config.swarm_name if self._here is None else self._here.swarm_name
+
+    async def _find_swarm(self) -> tuple[str, ...]:
+        """Initial peers of the swarm that this machine is in (`_here`) if it serves the model, else of one of the local
+        network.
+
+        Raises:
+            MissingBlocksError: there is neither.
+        """
+        here = await find_swarm_here()
+        if here is None or self.fingerprint not in here.models:
+            look_on_s = min(LOOK_ON_S, self.config.start_timeout_s) if here is None else 0.0
+            try:
+                return await find_swarm(self.name, self.fingerprint, look_on_s=look_on_s)
+            except MissingBlocksError as error:
+                if here is None:
+                    raise
+                here = await find_swarm_here() or here  # the command may have come just now
+                if self.fingerprint not in here.models:
+                    told = f"{here.told}: give it this one by `swarmllm use {self.name}`"
+                    raise MissingBlocksError(f"{told}; besides, {error}", error.block_idxs) from None
+        logger.info("the swarm of this machine serves %s: %s", self.name, here.name)
+        self._here = here
+        return here.initial_peers
 
     async def close(self) -> None:
         """Leave the DHT and end the daemon."""
@@ -170,7 +197,7 @@ class LookUps:
 
     @property
     def _found_on_lan(self) -> bool:
-        return not self.config.initial_peers
+        return not self.config.initial_peers and self._here is None
 
     def _look_at_lan_soon(self) -> None:
         """Look for servers that were started after the last peer was lost, at new addresses."""
@@ -223,7 +250,7 @@ class LookUps:
             )
         if not self.snapshot.servers:
             others = f"; this swarm serves {', '.join(names)}" if names else "; this swarm serves no model at all"
-            if is_of_machines(self.config.swarm_name):
+            if is_of_machines(self._swarm_name):
                 others = "; on one of the swarm's machines, `swarmllm use` shows what they serve and load"
             return MissingBlocksError(f"nobody serves {self.name}{others}", error.block_idxs)
         if adapter is not None:
@@ -236,7 +263,7 @@ class LookUps:
             return MissingBlocksError(f"{error} of {self.name}{left_out}", error.block_idxs)
         text = f"{error} of {self.name} (waited {self.config.route_timeout_s:.0f} s)"
         if missing := error.block_idxs:  # empty if the servers' spans can't be joined
-            text += f": {how_to_serve(missing, self.name, self.config.initial_peers, self.config.swarm_name)}"
+            text += f": {how_to_serve(missing, self.name, self.config.initial_peers, self._swarm_name)}"
         return MissingBlocksError(text, missing)
 
     def _may_use(self, server: ServerInfo) -> bool:
@@ -407,7 +434,7 @@ def _together(claims: Sequence[BlockTraits]) -> BlockTraits:
 
 
 def _stacks(served: ServedBlocks, own: BlockTraits, encoder: Span | None) -> list[tuple[BlockTraits, BlockTraits, str]]:
-    """(own traits, claimed traits, name) of each stack of which the server has blocks."""
+    """(own traits, claimed traits, name) of each stack that the server has blocks of."""
     claimed = served.traits or own
     if encoder is None:
         return [(own, claimed, "blocks")]

@@ -91,7 +91,7 @@ class OfferedModel:
         self.longest = max_length
         """Most tokens, by the settings and the model."""
         self.num_scores: int = swarm.get_input_embeddings().weight.shape[0]
-        """Tokens of the model, with those that only pad its tables."""
+        """Number of tokens in the model's tables, padding included."""
         self._uses = 0
         self._unused = asyncio.Event()
 

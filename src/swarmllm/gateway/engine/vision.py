@@ -212,7 +212,7 @@ def read_picture(url: str) -> "Image":
 
 
 def _opened(url: str, take: "Callable[[Image], Result]") -> Result:
-    """Call `take` with a picture of which only the size has been read, and return its result.
+    """Read only the size of a picture, call `take` with it, and return its result.
 
     Raises:
         ApiError: it is none, or too large.

@@ -50,9 +50,10 @@ function chart(run, width) {
   const points = curves.flatMap((curve) => curve.points);
   const [first, last] = [Math.min(...points.map(([at]) => at)), Math.max(...points.map(([at]) => at))];
   const values = points.map(([, value]) => value);
-  const [low, high] = [Math.min(...values), Math.max(...values)];
+  const flat = Math.max(...values) === Math.min(...values) ? 0.5 : 0;
+  const [low, high] = [Math.min(...values) - flat, Math.max(...values) + flat];
   const x = (at) => LEFT + ((at - first) / (last - first || 1)) * (width - LEFT - RIGHT);
-  const y = (value) => TOP + (1 - (value - low) / (high - low || 1)) * HEIGHT;
+  const y = (value) => TOP + (1 - (value - low) / (high - low)) * HEIGHT;
   const told = curves.map((curve) => `${curve.name} ${fromTo(curve.points)}`).join("; ");
   const what = isMeasured(run) ? "Loss on the common texts" : "Loss of each home on its own texts";
   const total = TOP + HEIGHT + BOTTOM;

@@ -13,7 +13,7 @@ values come back the same way.
     ia3_out    l [out]                        y · l
     loha       a1 b1 a2 b2                    y + (a1 b1 ∘ a2 b2) · scale (x)
     kron       w1 [a, b], w2 [c, d]           y + (w1 ⊗ w2) · scale (x), with a·c = out and b·d = in
-    rotate     R [in / n, n, n]               the module on x, of which each n features are multiplied by a matrix
+    rotate     R [in / n, n, n]               the module on x; each n features of x are multiplied by a matrix
     tensor     any                            a module with this tensor in place of the parameter at the patch's path
     dropout    none                           a block in train mode (`dropout`), or one of its Dropouts at the patch's
                                               path with another rate

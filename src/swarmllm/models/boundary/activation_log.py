@@ -55,7 +55,7 @@ class _Entry:
         if self.order is None and traits.rollback:
             kept = whole.attention_mask
             if self.has_mask and mask is not None and mask.ndim == 2:
-                columns = mask[:, self.position + count :]
+                columns = mask[:, self.position + count : self.end]
                 kept = columns if kept is None else torch.cat([columns, kept], dim=-1)
             elif self.has_mask and kept is None:
                 kept = mask
@@ -147,7 +147,7 @@ class ActivationLog:
         self._entries.append(_Entry(position, replace(inputs, attention_mask=None, inner=None, **beside), has_mask))
 
     def rollback(self, position: int) -> None:
-        """Forget everything from `position` on. Selections of rows are kept, also those that came after `position`."""
+        """Forget everything from `position` on. Selections of rows are kept, even if they came after `position`."""
         dropped: Tensor | None = None
         while self._entries and self._entries[-1].position >= position:
             dropped = _compose(self._entries.pop().order, dropped)
@@ -156,13 +156,13 @@ class ActivationLog:
         if not self._entries:
             return
         last = self._entries[-1]
+        last.order = _compose(last.order, dropped)
         if position < self.length:
             last.cut(position - last.position, self._runs[-1].mask, self._traits)
             self._runs[-1].cut(position)
             self._note_other_arithmetic(last)
         else:
             self._runs[-1].cut(position)
-        last.order = _compose(last.order, dropped)
 
     def _beginning(self, position: int) -> BlockInputs:
         """The inputs of the step around `position`, without its positions from `position` on."""
@@ -273,7 +273,8 @@ class ActivationLog:
         return found[::-1]
 
     def _runs_with_ends(self) -> list[tuple[_Run, int]]:
-        return list(zip(self._runs, [*(run.start for run in self._runs[1:]), self.length], strict=True))
+        starts = [run.start for run in self._runs]
+        return list(zip(self._runs, [*starts, self.length][1:], strict=True))
 
     def _joined(self, steps: Sequence[tuple[int, BlockInputs]], mask: Tensor | None) -> BlockInputs:
         """Join steps, given as (position, inputs), to the inputs of one call with the same effect."""

@@ -162,7 +162,7 @@ class BlockInputs:
         return {name: tensor for name, tensor in self.source_fields().items() if tensor is not None}
 
     def source_fields(self) -> dict[str, Any]:
-        """All fields of `SOURCE`; those that weren't given are None."""
+        """All fields of `SOURCE`; None in place of a field that wasn't given."""
         return {name: getattr(self, name) for name in SOURCE}
 
     @property

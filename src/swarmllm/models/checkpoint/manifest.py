@@ -248,7 +248,7 @@ class Marks:
 
     A mark is a record of fixed size at the end of a file, with the piece's SHA-256. So a process that is killed leaves
     whole marks, and perhaps half of one, which is cut off. A machine that loses power may keep a mark and lose the
-    piece: `unsure` lists the pieces of which nobody knows that they are on the disk.
+    piece: `unsure` lists the pieces that may not have reached the disk.
     """
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:

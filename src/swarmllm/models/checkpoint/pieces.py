@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HTTPError
+from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
 from swarmllm.config import require_directory_or_hub_id
 from swarmllm.data_structures import Span
 from swarmllm.errors import BlockWeightsNotFoundError, ConfigurationError, CorruptWeightsError
-from swarmllm.files import replaced, user_path
+from swarmllm.files import existing_path, replaced
 from swarmllm.models.architecture import blocks_class, parts_of
 from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint, spots
 from swarmllm.models.checkpoint.fingerprint import SAMPLED_ROWS
@@ -106,7 +106,7 @@ def describe(place: str | Path, *, cache_dir: Path | None = None, piece_bytes: i
         WeightsError: files are missing or damaged.
     """
     place = str(place)
-    if not user_path(place).exists():
+    if existing_path(place) is None:
         raise ConfigurationError(f"{place} isn't on this machine: name a directory or a GGUF file")
     checkpoint = open_checkpoint(place)
     directory, gguf = _opened_at(checkpoint, place)
@@ -327,8 +327,12 @@ def files_on_hub(repo_id: str, revision: str | None, token: str | None) -> tuple
     """
     try:
         about = HfApi(token=token).model_info(repo_id, revision=revision, files_metadata=True)
-    except (HTTPError, OSError, ValueError) as error:
+    except (HfHubHTTPError, ValueError) as error:
         raise ConfigurationError(f"{repo_id!r} can't be found on the hub: {first_line(error)}") from error
+    except (HTTPError, OSError) as error:
+        raise ConfigurationError(
+            f"{repo_id!r} isn't on this machine, and the hub can't be reached to look there: {first_line(error)}"
+        ) from error
     return about.sha, {
         one.rfilename: HubFile(one.size, one.lfs.sha256) if one.lfs else HubFile(one.size, blob_id=one.blob_id or "")
         for one in about.siblings or ()
@@ -446,7 +450,7 @@ def _head_on_hub(path: str, size: int, read: ReadRange) -> tuple[Range, ...]:
 
 
 def needed_pieces(checkpoint: Checkpoint, manifest: Manifest, span: Span | None, *, client: bool) -> Pieces:
-    """The pieces that blocks of a span, or a client, read of an open checkpoint, with those that every machine needs.
+    """The pieces that blocks of a span, or a client, read of an open checkpoint, and pieces that every machine needs.
 
     A server may also read the rest of its stack, such as a norm after the last block (`load_block_span`). A client
     gets all that is in no block: embeddings, heads, towers for pictures and sound, heads that guess tokens.

@@ -235,7 +235,7 @@ class ConfigAndWeights(StoredFiles):
         return found
 
     def _in_shards(self, index: dict[str, str]) -> dict[str, str]:
-        """The shard of each tensor: the last of those that have it, whatever the index says, as in transformers.
+        """The shard of each tensor: the last shard that has it, whatever the index says, as in transformers.
 
         For shards that are missing or damaged, and for pickles that would have to be read whole, the index counts.
         """

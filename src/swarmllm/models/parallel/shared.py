@@ -454,7 +454,7 @@ def _total(parts: Sequence[Tensor]) -> Tensor:
 
 
 class Member(Protocol):
-    """This process's place among those that multiply together: a `Group`, or a follower."""
+    """This process's place among the processes that multiply together: a `Group`, or a follower."""
 
     rank: int
     is_stepping: bool

@@ -316,7 +316,7 @@ def config_of(header: Header, rope_factors: Tensor | None) -> dict[str, Any]:
 
     Raises:
         CorruptWeightsError: settings are missing, or can't be true.
-        UnsupportedModelError: the model differs from those that are known here.
+        UnsupportedModelError: the model is of an unknown kind.
     """
     architecture = architecture_of(header)
     name = str(header.settings["general.architecture"])

@@ -30,7 +30,7 @@ Sums = tuple[Tensor, Tensor, Tensor]
 """Sums over the weights of each group `[groups]`: of codes, of their squares, of codes times weights."""
 
 TRIED = (-2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0)
-"""Codes that the range of a group spans with a first scale, beyond those that there are."""
+"""By how many codes the range of a group exceeds the existing ones, for a first scale."""
 TRIED_5 = (-8.0, -7.0, -6.0, -5.0, -4.0, -3.0, *TRIED)
 """The same with 5 bits and a minimum, which can hold weights that were rounded to 4 or 5 bits before: the search finds
 their step again. Measured (normal weights that were in Q5_0 and Q4_K, then in Q5_1): errors of 0.005 and 0.0007; 0.025

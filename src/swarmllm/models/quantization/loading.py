@@ -316,7 +316,7 @@ def observed_squares(block: nn.Module) -> dict[str, Tensor]:
 def round_inputs(modules: Iterable[nn.Module], *, if_faster: bool = False) -> None:
     """Let all quantized weights that can do so round their inputs to 8 bits, for products without gradients.
 
-    `if_faster`: only those that gain by it. That follows from their shapes, so it is the same on all such machines.
+    `if_faster`: only weights that gain by it. That follows from their shapes, so it is the same on all such machines.
 
     All products of such a weight round, whatever number of inputs they have: so a text that is computed again, in other
     pieces or beside other texts, has the same tokens.

@@ -140,7 +140,7 @@ def _bare(module: nn.Module) -> nn.Module:
 class HollowTensor(Tensor):
     """A weight of a block as far as it is known here: its place, shape and dtype. It takes no memory.
 
-    Operators that only read it compute with its values; those that would change it are refused.
+    Operators that only read it compute with its values; operators that would change it are refused.
     """
 
     place: ModulePlace

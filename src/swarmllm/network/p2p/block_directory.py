@@ -159,7 +159,7 @@ class Register(Generic[PeerRecord]):
         return await self._peer.dht_store({self._key: text}, self._last_expiration)
 
     async def read(self) -> dict[str, PeerRecord]:
-        """The records by the peer id of their owner, without those that make no sense.
+        """The valid records by the peer id of their owner.
 
         Raises:
             PeerUnreachableError: this peer is closed, or its daemon died.
@@ -169,7 +169,7 @@ class Register(Generic[PeerRecord]):
 
 
 async def _read_records(peer: "Peer", key: str, record_type: type[PeerRecord]) -> tuple[dict[str, PeerRecord], int]:
-    """The records under a key by the peer id of their owner, and the number of those that make no sense."""
+    """The valid records under a key by the peer id of their owner, and the number of invalid ones."""
     records: dict[str, PeerRecord] = {}
     num_bad = 0
     for number, (peer_id, text) in enumerate((await peer.dht_read(key)).items()):

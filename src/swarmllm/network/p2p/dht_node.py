@@ -394,7 +394,7 @@ class AddressBook:
                 logger.warning("can't save the known peers: %s", error)
 
     def _read(self) -> dict[str, dict[str, tuple[float, list[str]]]]:
-        """The file's entries, without those that make no sense."""
+        """The valid entries of the file."""
         try:
             if self.path.stat().st_size > MAX_BYTES:
                 raise ValueError("it is too large")

@@ -118,7 +118,7 @@ class Finds:
         self.slowest_s = max(self.slowest_s or 0.0, now - self.asked_at.pop(peer, now))
 
     def waits_in_vain(self, now: float, num_workers: int) -> bool:
-        """True if the look-up only waits for nodes much slower than those that have answered.
+        """True if the look-up waits only for nodes that are much slower than the ones that answered.
 
         Others keep the same records. But as many slow nodes as there are workers could hide nodes that weren't asked
         yet.

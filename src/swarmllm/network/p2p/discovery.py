@@ -9,19 +9,25 @@ when needed.
 A machine of `swarmllm up` announces its swarm of machines in the same way, marked as `machines`. Its fingerprint is the
 swarm's id. Servers and clients skip such announcements: they look for a model.
 
+Programs on a machine whose agent runs find its swarm by `find_swarm_here`, a file that the agent keeps.
+
 Anyone on the network can announce anything. So all input is limited and checked, and is trusted no more than an address
 that the user typed.
 """
 
 import asyncio
+import json
 import logging
+import re
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any, Self
 
+from swarmllm.config import state_dir
 from swarmllm.data_structures import printable
 from swarmllm.errors import ConfigurationError, MissingBlocksError
 from swarmllm.network.p2p.identity import is_peer_id
@@ -46,6 +52,10 @@ MAX_HEARD = 256
 MAX_ADDRESSES = 4
 """Most addresses of one peer."""
 MAX_NAME_CHARS = 256
+HERE_FILE = "here.json"
+"""File in the state directory, in which the agent of this machine tells the fields of `SwarmHere`."""
+DIAL_TIMEOUT_S = 1.0
+_TCP = re.compile(r"/(?:ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/(\d{1,5})/")
 
 
 @dataclass(frozen=True)
@@ -59,6 +69,25 @@ class FoundPeer:
     fingerprint: str
     machines: bool = False
     """True if it belongs to a swarm of machines, whose id is the fingerprint."""
+
+
+@dataclass(frozen=True)
+class SwarmHere:
+    """The swarm of machines that this machine is in, by `swarmllm up`."""
+
+    name: str
+    """For people."""
+    swarm_name: str
+    """Its name in the DHT."""
+    initial_peers: tuple[str, ...]
+    models: Mapping[str, str]
+    """Names of the models that it should serve, by their fingerprints."""
+
+    @property
+    def told(self) -> str:
+        """Half a sentence for people."""
+        served = ", ".join(sorted(self.models.values())) or "no model"
+        return f"the swarm of this machine ({self.name}, by `swarmllm up`) serves {served}"
 
 
 class LanAnnouncement:
@@ -222,7 +251,7 @@ async def find_swarm(
         others = ", ".join(sorted(served))
         missing = MissingBlocksError(
             f"no swarm of {model} (fingerprint {fingerprint[:12]}) was found on the local network"
-            f"{f', only of {others}' if others else ''}: name peers with --initial_peers "
+            f"{f', only of {others}' if others else ''}{_machines_among(peers)}: name peers with --initial_peers "
             "(in Python: initial_peers=[…]), or start a swarm with --new_swarm"
         )
         if not left_s:
@@ -230,6 +259,35 @@ async def find_swarm(
         logger.warning("%s; looking for %g s more, because one may be starting", missing, left_s)
     logger.info("found %d of its peers: %s", len(ours), ", ".join(peer.maddrs[0] for peer in ours))
     return initial_peers_of(ours)
+
+
+async def find_swarm_here() -> SwarmHere | None:
+    """The swarm of the agent that runs on this machine; None: none does."""
+    try:
+        found = json.loads((state_dir() / HERE_FILE).read_text(encoding="utf-8"))
+        here = SwarmHere(
+            printable(str(found["name"])),
+            str(found["swarm_name"]),
+            tuple(map(str, found["initial_peers"])),
+            {str(fingerprint): printable(str(name)) for fingerprint, name in found["models"].items()},
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    # An agent that was killed has left its file.
+    answers = await asyncio.gather(*map(_takes_connections, here.initial_peers[:MAX_ADDRESSES]))
+    return here if any(answers) else None
+
+
+async def _takes_connections(maddr: str) -> bool:
+    match = _TCP.match(maddr)
+    if match is None:
+        return False
+    with suppress(OSError, OverflowError, TimeoutError):
+        async with asyncio.timeout(DIAL_TIMEOUT_S):
+            _, writer = await asyncio.open_connection(match[1], int(match[2]))
+        writer.transport.abort()
+        return True
+    return False
 
 
 async def find_machines(
@@ -255,12 +313,19 @@ async def find_any_swarm(*, interfaces: Sequence[str] | None = None) -> tuple[st
     peers = [peer for peer in found if not peer.machines]
     if not peers:
         raise MissingBlocksError(
-            "no swarm was found on the local network: name peers with --initial_peers (or SWARMLLM_INITIAL_PEERS)"
+            f"no swarm was found on the local network{_machines_among(found)}: name peers with --initial_peers "
+            "(or SWARMLLM_INITIAL_PEERS)"
         )
     if len({peer.fingerprint for peer in peers}) > 1:
         served = "; ".join(f"{peer.model} at {peer.maddrs[0]}" for peer in peers)
         raise ConfigurationError(f"there are several swarms on the local network: choose by --initial_peers ({served})")
     return initial_peers_of(peers)
+
+
+def _machines_among(found: Sequence[FoundPeer]) -> str:
+    """Half a sentence about swarms of machines, whose models only members use."""
+    names = sorted({peer.model for peer in found if peer.machines})
+    return f", but {', '.join(names)}, which `swarmllm up` joins" if names else ""
 
 
 def initial_peers_of(peers: Sequence[FoundPeer]) -> tuple[str, ...]:

@@ -496,7 +496,7 @@ class Incoming:
         self._closed = False
 
     async def start(self, *, buffer_bytes: int = 1 << 16) -> None:
-        """Accept streams from now on, also those that the daemon itself took before.
+        """Accept streams from now on, also streams that the daemon took before.
 
         Raises:
             PeerUnreachableError: the daemon died, or refuses.

@@ -192,7 +192,7 @@ class VerifiedPeers:
     async def verify(
         self, servers: Sequence[ServerInfo], *, timeout_s: float = LOOK_TIMEOUT_S
     ) -> tuple[ServerInfo, ...]:
-        """Dial the servers without a verdict; return those that serve what they announce."""
+        """Dial the servers without a verdict; return the servers that serve what they announce."""
         self.forget_others(servers)
         dials = self.verify_soon(servers)
         if dials:
@@ -206,7 +206,7 @@ class VerifiedPeers:
     def verify_soon(self, servers: Iterable[ServerInfo], *, again: bool = False) -> list[asyncio.Task[None]]:
         """Dial servers without a verdict in the background. Those met before and neighbours come first.
 
-        `again`: also those that were met or refuted before, but not just now.
+        `again`: also servers that were met or refuted before, but not just now.
         """
 
         def is_wanted(server: ServerInfo) -> bool:

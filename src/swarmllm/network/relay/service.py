@@ -8,7 +8,7 @@ It replaces the relay in libp2p's daemon, which relays for anybody and cuts each
 
 `Places` limits the number of users: per peer, per host and in all. Peer ids cost nothing and addresses little, so the
 last number limits memory, and the others keep one guest from taking everything. `ByteBucket` limits the bytes a second.
-A relay learns who talks to whom, when and how much, and nothing else: the two ends encrypt.
+A relay learns which peers talk, when and how much, and nothing else: the two ends encrypt.
 """
 
 import asyncio

@@ -158,7 +158,7 @@ def pays(setting: str, num_bytes: int, mbps: float | None) -> bool:
 async def compressed(
     tensors: Mapping[str, Tensor], stream: FrameStream, setting: str, *, exactly: bool = False
 ) -> Outgoing:
-    """Compress tensors for sending, if the peer supports it and it pays. `exactly`: only those that it doesn't change.
+    """Compress tensors for sending, if the peer supports it and it pays. `exactly`: only where that changes nothing.
 
     A sender that keeps what it sends must keep `as_received` of the result.
     """

@@ -349,7 +349,7 @@ class _MeasuredBlocks:
 
 
 def _in_words(throughput: Throughput) -> str:
-    """The figures in words, without those that were not measured."""
+    """The measured figures in words."""
     batch8, context, threads = (
         throughput.decode_ms_per_block_batch8,
         throughput.context_ms_per_block_per_1k,

@@ -103,7 +103,7 @@ class StepRunner:
         pages: PrefixCache | None = None,
         account: Callable[[], Account] = lambda: HOUSE,
     ) -> None:
-        """`lease` covers `size` for each row; `adapter` is the client's, `pages` are those that it may share.
+        """`lease` covers `size` for each row; `adapter` is the client's, `pages` are the ones it may share.
 
         `account` returns the account that the device's time counts for.
         """
