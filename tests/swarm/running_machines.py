@@ -50,6 +50,7 @@ class Machine:
             line = [sys.executable, str(PROGRAM), json.dumps(self._settings)]
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
             self.process = forked.popen(line, stderr=log, start_new_session=True, **pipes)
+        self.picture = {}
         # Nobody looks at a machine while the test waits for another one. Its agent would stand still at a full pipe.
         self._lines: SimpleQueue[str] = SimpleQueue()
         self._reader = threading.Thread(target=self._keep_lines, args=(self.process.stdout, self._lines), daemon=True)
