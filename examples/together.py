@@ -1,4 +1,4 @@
-"""Three homes, each with one kind of text, train one adapter together. It is better on all three than any alone.
+"""Three homes, each with one kind of text, train one adapter together, and compare it with adapters alone.
 
 Each home writes about articles of the same catalogue, and has seen six of nine. A home alone doesn't learn the other
 numbers, nor the other kinds of text. Together they know all, though no text leaves its home.
