@@ -35,7 +35,7 @@ from swarmllm.network.p2p.identity import Identity, lock_identity
 from swarmllm.network.p2p.peer import Peer
 from swarmllm.network.wire.protocol import MessageType, hello
 from swarmllm.training import RunSettings, Together, TogetherCallback
-from swarmllm.training.differences import Rules
+from swarmllm.training.differences import Rules, packed_bytes
 from swarmllm.training.members import HOMES_FILE
 from swarmllm.training.privacy import epsilon_of
 from swarmllm.training.rounds import membership
@@ -168,9 +168,12 @@ def test_a_founder_that_starts_again_finds_those_who_went_on(tmp_path: Path) -> 
     assert lines(first)[-1]["round"] > 0
 
 
-def test_noise_is_not_taken_back_and_its_budget_outlives_the_process(tmp_path: Path) -> None:
+def test_noise_is_not_taken_back_and_its_budget_outlives_the_process(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     noisy = {"noise_multiplier": 4.0, "clip_norm": 0.5}
     together, _ = small_home(tmp_path, "a run", 0, 10, **noisy, common_texts=("some letters",))
+    assert "drowns 164 trained values" in caplog.text
     told = [line["members"][0] for line in lines(tmp_path) if line["members"]]
     assert all(one["loss"] is None and one["own_loss"] is None and one["shared_loss"] for one in told)
     assert together.epsilon() == pytest.approx(epsilon_of(1e-5, 2 / 16))
@@ -201,7 +204,7 @@ def test_homes_with_other_rules_or_models_are_told_so(tmp_path: Path) -> None:
     told = threading.Event()
 
     def honest() -> None:
-        optimizer = torch.optim.SGD(torch.nn.Linear(40, 4).parameters(), lr=0.05)
+        optimizer = torch.optim.SGD(torch.nn.Linear(40, 4).named_parameters("q_proj"), lr=0.05)
         with Together(optimizer, "a run", directory=first, settings=RunSettings(host_maddrs=HERE)):
             told.wait(200)
 
@@ -212,17 +215,52 @@ def test_homes_with_other_rules_or_models_are_told_so(tmp_path: Path) -> None:
                 small_home(wrong / "rules", invite, 1, 3, outer_lr=1.0)
             with pytest.raises(ConfigurationError, match="different common texts"):
                 small_home(wrong / "texts", invite, 1, 3, common_texts=("others",))
-            optimizer = torch.optim.SGD(torch.nn.Linear(41, 4).parameters(), lr=0.05)
-            settings = RunSettings(host_maddrs=HERE)
-            with (
-                pytest.raises(ConfigurationError, match="different shapes"),
-                Together(optimizer, invite, directory=wrong / "shapes", settings=settings),
+            wide, named = torch.nn.Linear(41, 4), torch.nn.Linear(40, 4)
+            for parameters, mend in (
+                (wide.parameters(), "different shapes"),
+                (named.named_parameters("o_proj"), "different things: the list of trained parameters is 2 from ._proj"),
             ):
-                pass
+                optimizer = torch.optim.SGD(parameters, lr=0.05)
+                with (
+                    pytest.raises(ConfigurationError, match=mend),
+                    Together(optimizer, invite, directory=wrong / mend[:15], settings=RunSettings(host_maddrs=HERE)),
+                ):
+                    pass
         finally:
             told.set()
 
     in_threads([honest, others])
+
+
+@pytest.mark.slow
+def test_five_homes_that_join_at_once_take_part(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Two of them have the same data, so their differences are equal. Nobody is called a liar, and all end alike."""
+    first = tmp_path / "0"
+    found: dict[int, tuple[Together, torch.nn.Linear]] = {}
+    ready = threading.Barrier(5)
+
+    def founder() -> None:
+        found[0] = small_home(first, "a run", 0, 40, wait_for=6)
+
+    def joins(number: int) -> Callable[[], None]:
+        def join() -> None:
+            invite = invite_of(first)
+            ready.wait(200)
+            found[number] = small_home(tmp_path / str(number), invite, min(number, 4), 40, wait_for=6)
+
+        return join
+
+    in_threads([founder, *map(joins, range(1, 6))])
+    together = [run for run, _ in found.values()]
+    assert len({model.weight.detach().numpy().tobytes() for _, model in found.values()}) == 1
+    bytes_a_round = packed_bytes(164)
+    for run in together:
+        assert run.directory is not None
+        log = [line for line in lines(run.directory) if line["members"]]
+        assert len(log[-1]["members"]) == 6
+        assert not any(line["refused"] for line in log)
+        assert run.sent_bytes < (run.round + 2) * 6 * 2 * bytes_a_round
+    assert "broke the protocol" not in caplog.text
 
 
 def test_strangers_are_refused(tmp_path: Path) -> None:

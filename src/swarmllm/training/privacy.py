@@ -25,6 +25,15 @@ def with_noise(values: Floats, clip_norm: float, noise_multiplier: float, genera
     return np.asarray(shortened + noise, np.float32)
 
 
+def homes_needed(size: int, noise_multiplier: float) -> float:
+    """Homes whose mean difference has no more noise than signal, if all differences are equal and of `clip_norm`.
+
+    A home's noise has the norm `noise_multiplier * clip_norm * sqrt(size)`, and that of the mean of independent ones
+    falls with the square root of their number.
+    """
+    return noise_multiplier**2 * size
+
+
 def delta_of(epsilon: float, spent: float) -> float:
     """The smallest delta for this epsilon."""
     if not spent:

@@ -30,7 +30,7 @@ from swarmllm.network.p2p.identity import Identity, lock_identity
 from swarmllm.training import common_texts
 from swarmllm.training.differences import Floats, Rules, SharedState, quantize
 from swarmllm.training.members import STATE_FILE, TEXTS_FILE, Members, Membership, Report, saved_homes, saved_state
-from swarmllm.training.privacy import epsilon_of, with_noise
+from swarmllm.training.privacy import epsilon_of, homes_needed, with_noise
 from swarmllm.training.rounds import MAX_LOSS
 from swarmllm.training.trained import description
 
@@ -127,6 +127,9 @@ class Together:
             raise ConfigurationError("a home trains in one process: begin without torch.distributed")
         if not 0 < size <= MAX_VALUES:
             raise ConfigurationError(f"{size} trained values: a run needs 1 to {MAX_VALUES}, so train an adapter")
+        if (needed := homes_needed(size, self.settings.noise_multiplier)) > MAX_HOMES_HERE:
+            text = "noise_multiplier=%g drowns %d trained values: only %.0f homes would have as little noise as signal"
+            logger.warning(text, self.settings.noise_multiplier, size, needed)
         self._trained = description(optimizer, model)
         if not self._trained:
             logger.warning("homes compare shapes only: give Together the model, and they see if they train the same")

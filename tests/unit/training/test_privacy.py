@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import integrate, stats
 
-from swarmllm.training.privacy import delta_of, epsilon_of, with_noise
+from swarmllm.training.privacy import delta_of, epsilon_of, homes_needed, with_noise
 
 
 @pytest.mark.parametrize(("epsilon", "rounds", "noise"), [(1.0, 1, 2.0), (3.0, 10, 8.0), (0.5, 100, 60.0)])
@@ -51,3 +51,13 @@ def test_noise_is_what_was_asked_for() -> None:
     assert float(np.linalg.norm(quiet)) == pytest.approx(2.0, rel=1e-3)
     short = np.full(4, 0.1, np.float32)
     assert np.array_equal(with_noise(short, 2.0, 0.0, np.random.default_rng(0)), short)
+
+
+def test_so_many_homes_have_as_much_signal_as_noise() -> None:
+    size, noise = 1600, 0.2
+    random = np.random.default_rng(0)
+    homes = [
+        with_noise(np.zeros(size, np.float32), 3.0, noise, random) for _ in range(round(homes_needed(size, noise)))
+    ]
+    assert len(homes) == 64
+    assert np.linalg.norm(np.mean(homes, axis=0)) == pytest.approx(3.0, rel=0.1)
