@@ -499,7 +499,7 @@ class DeviceThread:
         if hold_s := self._scheduler.hold_s(now):
             return hold_s
         num_here, num_decoding = self._scheduler.decoding(now)
-        if 0 < num_here < num_decoding and not self._scheduler.has_rest:
+        if 0 < num_here < num_decoding:
             return self._burst_wait.wait_s(now)
         return self._scheduler.pause_s(now)
 

@@ -10,7 +10,7 @@ these ask for. The rules of `Scheduler`, in this order:
     and one turn per `patience_s`.
 2.  Decode steps that are ready go together. If only one account decodes, all of its steps go. If several accounts
     decode, one step of each goes, and then more in turns until the forward takes twice as long as one step alone. So an
-    account with many sessions makes nobody else wait. A group that goes round in lockstep is halved (`Halving`).
+    account with many sessions makes nobody else wait.
 3.  Prefill steps get the rest of the budget, in pieces. While other sessions decode, or did a moment ago, these pieces
     are small: a client that waits for its next token waits for one piece at most. Sessions that have ended don't count,
     and sessions of the prompt's own account count only until their next step is due (`pause_s`).
@@ -21,7 +21,8 @@ these ask for. The rules of `Scheduler`, in this order:
 Work of equal rank is taken in turns of accounts (`RoundRobin`), and the oldest work of an account first. The work of a
 session keeps its order: only its first waiting work can be taken. While anything waits, something runs, except for the
 moment that a burst of messages takes (`BurstWait`). Longer waits don't pay. In a simulation of clients in lockstep on 2
-and 4 servers, waiting for sessions that were due changed the throughput by -10 to +5 %.
+and 4 servers, waiting for sessions that were due changed the throughput by -10 to +5 %. Waiting for half of all
+sessions changed it by +20 % (8 clients) to -25 % (3 clients) on two servers, and by up to -50 % on four.
 """
 
 from collections import Counter, OrderedDict
@@ -39,8 +40,6 @@ each other, e^-4 (2 %) of gaps are longer."""
 MOST_SHARE = 0.5
 """Largest share of a forward that one gap may take. So a wait in vain costs at most half of what it might have
 saved."""
-LEAST_GAIN = 0.05
-"""Least share of the time of a token that halving must save. Less isn't worth reading the weights twice."""
 TRIES = 16
 """Forwards without a wait after waits in vain; then one wait shows if waiting is worth it again."""
 
@@ -258,44 +257,6 @@ class Work:
 W = TypeVar("W", bound=Work)
 
 
-class Halving:
-    """Decide if the decode steps that wait are computed in two halves, one after the other.
-
-    Sessions that a server has computed together reach the next one together. So they soon go round as one group, and
-    while one server computes, the others of the chain are idle. Of two halves, one server computes the first while the
-    server before it computes the second. A device can tell by its own times: it had no work for at least as long as the
-    first half takes, so the second half costs nobody time, and the first half goes on earlier. Each server halves what
-    comes to it until it is busy. In a simulation (tests/unit/server/test_halving.py) with 2 to 32 clients on 2 and 4
-    servers, that brought 1 to 3.3 times the tokens per second, and 4 % less in one of 300 settings.
-    """
-
-    def __init__(self) -> None:
-        self._per_token_s = 0.0
-        """Smoothed time of a forward of decode steps, divided by its tokens and `doubling_tokens` together."""
-        self._ended_at = float("-inf")
-        self.has_rest = False
-        """True if the second half still waits."""
-
-    def first_half(self, decodes: Sequence[W], doubling_tokens: int) -> Sequence[W]:
-        """Return the steps to compute now: all, or the first half of them."""
-        half = decodes[: -(-len(decodes) // 2)]
-        idle_s = min((work.queued_at for work in decodes), default=self._ended_at) - self._ended_at
-        half_s, whole_s = (
-            self._per_token_s * (doubling_tokens + sum(work.num_tokens for work in works)) for works in (half, decodes)
-        )
-        self.has_rest = len(decodes) > 1 and idle_s >= half_s and whole_s - half_s >= LEAST_GAIN * (idle_s + half_s) > 0
-        return half if self.has_rest else decodes
-
-    def took(self, num_tokens: int, doubling_tokens: int, forward_s: float) -> None:
-        """Note the time of a forward of decode steps alone."""
-        per_token_s = forward_s / (doubling_tokens + num_tokens)
-        self._per_token_s += (SMOOTHING if self._per_token_s else 1.0) * (per_token_s - self._per_token_s)
-
-    def ended(self, now: float) -> None:
-        """Note that the device has no work at the moment, or takes the next."""
-        self._ended_at = now
-
-
 class Scheduler(Generic[W]):
     """The queue and its policy."""
 
@@ -308,7 +269,6 @@ class Scheduler(Generic[W]):
         self._began_at = 0.0
         self._decoded: OrderedDict[str, _Decoded] = OrderedDict()  # by session, the longest ago first
         self._precedence = Precedence(budget.others_share, budget.decoding_s)
-        self._halving = Halving()
         self._trained_at = float("-inf")
         self._turn_s = 0.02
         """Duration of training's last turn; a guess before the first one."""
@@ -335,11 +295,6 @@ class Scheduler(Generic[W]):
         waiting = {work.session for work in self._waiting if work.priority is Priority.DECODE}
         return len(waiting), len(waiting) + sum(session not in waiting for session in self._decoded)
 
-    @property
-    def has_rest(self) -> bool:
-        """True if the last forward was the first half of the steps that waited."""
-        return self._halving.has_rest
-
     def hold_s(self, now: float) -> float:
         """Seconds that other accounts must leave the device to privileged accounts, although no privileged work
         waits."""
@@ -362,7 +317,6 @@ class Scheduler(Generic[W]):
         Empty only if nothing waits.
         """
         self._forget_stopped(now)
-        self._halving.has_rest = False
         first = [work for work in self._waiting if work.account.comes_first]
         others = [work for work in self._waiting if not work.account.comes_first]
         if first:
@@ -388,10 +342,6 @@ class Scheduler(Generic[W]):
     def ran(self, now: float) -> None:
         """Note that the work which `next` chose has been computed."""
         pieces, self._running = self._running, []
-        self._halving.ended(now)
-        if pieces and all(work.priority is Priority.DECODE and work.session is not None for work, _ in pieces):
-            num_tokens = sum(num_tokens for _, num_tokens in pieces)
-            self._halving.took(num_tokens, self.budget.doubling_tokens, now - self._began_at)
         tokens: Counter[Account] = Counter()
         for work, num_tokens in pieces:
             tokens[work.account] += num_tokens
@@ -425,10 +375,7 @@ class Scheduler(Generic[W]):
         if kind.prefill_is_owed and prefills:
             owed = prefills.pop(0)
             prefilled = forward.add(owed, self._prefill_room(owed, decodes, now))
-        chosen: Sequence[W] = self._of_several(decodes)
-        if not (prefilled or prefills or others):
-            chosen = self._halving.first_half(chosen, self.budget.doubling_tokens)
-        for work in chosen:
+        for work in self._of_several(decodes):
             self._step(work, forward, now)
         riding = int(self.budget.others_share / 2 * self.budget.doubling_tokens)
         for work in _ready(others, self._others.turns)[1] if others and decodes and riding else ():
