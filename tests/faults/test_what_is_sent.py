@@ -34,7 +34,7 @@ SENT: dict[MessageType, set[str]] = {
     MessageType.LINK: {"id", "session", "epoch", "successor"},
     MessageType.STEP: {
         "id", "session", "epoch", "position", "batch_size", "seq_len", "tensors", "rows", "batch_index", "ones_mask",
-        "replay_hops", "timings", "inner",
+        "replay_hops", "timings", "inner", "whole", "pieces",
     },
     MessageType.FORWARD: {
         "id", "start", "end", "batch_size", "seq_len", "tensors", "ones_mask", "adapter", "served_adapter", "keep",
@@ -45,7 +45,7 @@ SENT: dict[MessageType, set[str]] = {
 SENT[MessageType.BACKWARD] = SENT[MessageType.FORWARD]
 EMPTY: dict[str, object] = {
     "adapter": None, "served_adapter": None, "source_length": 0, "batch_index": None, "rows": 0, "replay_hops": 0,
-    "timings": (), "inner": None,
+    "timings": (), "inner": None, "whole": False, "pieces": (),
 }  # fmt: skip
 """The values of some of these fields, for a model without adapters, beams and encoder outputs."""
 NAMES = re.compile(r"auto|none|int8|[0-9a-f]{32}|[0-9a-f]{64}|/[a-z0-9/.]+|12D3KooW\w+|[0-9.]+(\.?dev\w*)?(\+\w+)?")
