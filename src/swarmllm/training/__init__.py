@@ -12,6 +12,7 @@ trainer_callback  the same as a callback of transformers' Trainer
 trained           what a home trains, in words that homes compare
 common_texts      texts on which all homes measure their values and the shared ones
 members           the network's side: one peer, streams to the other members, the log of rounds
+exchange          bytes that members ask each other for
 run_log           the signed lines of all rounds, and their sums; also read by `swarmllm runs` and the gateway
 rounds            when a round ends, and whose differences count; pure
 differences       8-bit differences, their robust mean, the outer optimizer; pure, and bit for bit the same everywhere

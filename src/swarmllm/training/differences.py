@@ -36,6 +36,8 @@ CHUNK = 1 << 20
 """Values that are averaged at a time. It bounds memory."""
 MAX_SCALE = 1e30
 """Larger scales are refused: squares of values must be finite."""
+MAX_HEAD_BYTES = 1 << 20
+"""Most bytes of a state besides values and momentum. Enough for 10,000 members, one after the other."""
 MAX_PAST = 32
 """States before it that a state names. Homes that were apart for more rounds can't see where they parted. Assumed."""
 
@@ -187,7 +189,7 @@ class SharedState:
         return SharedState(self.round + 1, values, momentum, counted, self.tokens + tokens, past)
 
     def packed(self) -> bytes:
-        """All of it as bytes."""
+        """All of it as bytes; at most `most_packed_bytes`."""
         counted, past = dict(sorted(self.counted.items())), list(self.past)
         fields = {"counted": counted, "past": past, "round": self.round, "tokens": self.tokens}
         head = json.dumps(fields, separators=(",", ":")).encode()
@@ -223,3 +225,8 @@ class SharedState:
     @cached_property
     def _digest(self) -> str:
         return hashlib.sha256(self.packed()).hexdigest()
+
+
+def most_packed_bytes(size: int) -> int:
+    """Most bytes of a packed state of so many values."""
+    return MAX_HEAD_BYTES + 2 * 4 * size

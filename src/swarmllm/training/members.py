@@ -9,10 +9,8 @@ A bad message of a member ends nothing: it is refused and logged, and nobody wai
 
 import asyncio
 import hashlib
-import json
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -33,12 +31,12 @@ from swarmllm.network.wire.messages import parse
 from swarmllm.network.wire.protocol import FrameStream, hello, raise_error, send_error, welcome
 from swarmllm.training import common_texts
 from swarmllm.training.differences import MAX_PAST, Difference, Rules, SharedState, limits, unpack
+from swarmllm.training.exchange import FETCH_S, Counts, Exchange
 from swarmllm.training.rounds import (
     MAX_MEMBERS,
     Adopt,
     Apply,
     Digest,
-    Entry,
     Fetch,
     MemberHeader,
     Offer,
@@ -53,7 +51,7 @@ from swarmllm.training.rounds import (
     is_member,
     membership,
 )
-from swarmllm.training.run_log import LOG_FILE, signed_line
+from swarmllm.training.run_log import add_line
 from swarmllm.training.trained import disagreement
 from swarmllm.version import __version__
 
@@ -64,18 +62,13 @@ LOOK_S = 5.0
 RECORD_S = 60.0
 """Lifetime of a record. It is renewed at every third of it."""
 GREETING_S = 10.0
-FETCH_S = 60.0
-"""Longest wait for a difference, or for a piece of a state. Assumed: a home's uplink of 10 Mbit/s sends 75 MB in it."""
 MAX_KEPT_ADDRS = 64
 TELL_WAIT_S = 60.0
 """Seconds between two lines that say which homes are missing."""
 TELL_ROUND_S = 20.0
 """Seconds between two looks at a round that doesn't end."""
-MAX_REPEATS = 4
-"""Most times that a member gets the same bytes in one round: streams may be lost, but a flood gets no answer."""
 REFUSED_S = 15.0
 """A state that nobody could send is asked for again after this time."""
-PIECE_BYTES = 16 << 20
 STATE_FILE, TEXTS_FILE, HOMES_FILE = "state.bin", "common_texts.json", "homes.txt"
 
 
@@ -102,7 +95,7 @@ class Membership:
     shapes: str
     """SHA-256 of the shapes of the trained tensors, in hex."""
     trained: Mapping[str, str] = field(default_factory=dict)
-    """What is trained (`trained.description`)."""
+    """Names of parameters, base model and adapter (`trained.description`)."""
     rules: Rules
     texts: bytes
     """The common texts that this home names (`common_texts.packed`)."""
@@ -121,17 +114,6 @@ class Report:
     shared_loss: float | None = None
 
 
-@dataclass
-class Counts:
-    """Bytes of differences and states so far, and rounds."""
-
-    sent_bytes: int = 0
-    received_bytes: int = 0
-    rounds: int = 0
-    refused: list[str] = field(default_factory=list)
-    """Members whose difference was refused since the last round."""
-
-
 class Members:
     """The members of a run, and the rounds with them. Everything runs in one event loop."""
 
@@ -139,18 +121,12 @@ class Members:
         self.me, self._spawn = me, spawn
         self.state = state
         """The newest shared state. Its arrays are never changed."""
-        self.texts = me.texts
-        """The common texts; empty until others have sent them."""
         self._theirs: dict[str, str] = {}
         """Digests of others' common texts."""
         self.counts = Counts()
         self.rounds = Rounds(me.own.peer_id, patience_s=me.patience_s, vote_s=me.vote_s)
-        self._states: dict[str, SharedState] = {}
-        """The newest states by digest, for others: this one and the one before."""
-        self._packed: tuple[str, bytes] = "", b""
-        """The bytes of the state that was asked for last."""
-        self._differences: dict[Entry, tuple[Offer, Difference]] = {}
         self._streams: dict[str, FrameStream] = {}
+        self.exchange = Exchange(self._streams, self.counts, me.texts)
         self._homes: dict[str, tuple[str, ...]] = {}
         """Addresses of the members that have been there, by peer id."""
         self._awaited: set[str] = set()
@@ -159,10 +135,6 @@ class Members:
         self._seen: set[str] = set()
         self._named: dict[str, str] = {}
         """Names of members that have been there."""
-        self._answers: dict[tuple[str, WantHeader], asyncio.Future[bytes]] = {}
-        """Questions to members that wait for an answer."""
-        self._sent: Counter[tuple[str, WantHeader]] = Counter()
-        """Answers in this round."""
         self._event = asyncio.Event()
         self._moved = asyncio.Condition()
         self._own_offer: Offer | None = None
@@ -208,7 +180,7 @@ class Members:
                 await self._moved.wait_for(lambda: not self._awaited)
         if self._problem is not None:
             raise self._problem
-        if not self.texts:
+        if not self.exchange.texts:
             await self._take_texts()
         if all(one is None or one.round < self.state.round for one in self.rounds.others.values()):
             await self._move_to(self.state, ())
@@ -226,10 +198,8 @@ class Members:
         told = list(self._theirs.values())
         for digest in sorted(set(told), key=lambda one: (-told.count(one), one)):
             for holder in [peer_id for peer_id, theirs in self._theirs.items() if theirs == digest]:
-                data = await self._ask(holder, WantHeader(state=digest)) or b""
-                with suppress(RemoteProtocolError):
-                    common_texts.unpacked(data, digest, holder)
-                    self.texts = data
+                if (texts := await self.exchange.texts_of(holder, digest)) is not None:
+                    self.exchange.texts = texts
                     return
         if told:
             logger.warning("nobody sends the common texts of this run, so this home doesn't measure on them")
@@ -293,7 +263,7 @@ class Members:
         if not self.rounds.take_offer(offer, self._now()):
             return False
         self._own_offer = offer
-        self._differences[offer.entry] = offer, difference
+        self.exchange.differences[offer.entry] = offer, difference
         self._broadcast(MessageType.DIFFERENCE, offer, payload)
         self._event.set()
         return True
@@ -363,7 +333,7 @@ class Members:
             await asyncio.sleep(LOOK_S)
             with suppress(PeerError):  # `_announce` says it
                 await self._look()
-            if not self.texts:
+            if not self.exchange.texts:
                 await self._take_texts()
             if self.rounds.position is None and not self._streams:
                 logger.warning("the homes that were here have left: this home begins with its own values")
@@ -456,7 +426,7 @@ class Members:
             outer_lr=rules.outer_lr,
             outer_momentum=rules.outer_momentum,
             trim=rules.trim,
-            common=common_texts.digest(self.texts),
+            common=common_texts.digest(self.exchange.texts),
             addrs=self.peer.addrs[:MAX_ADDRS],
             has_state=self.rounds.position is not None,
             is_new=self.rounds.position is None and not self.state.round,
@@ -527,7 +497,7 @@ class Members:
         await stream.send(MessageType.POSITION, position.model_dump())
         offer = self._own_offer
         if offer is not None and (offer.round, offer.base) == position.key:
-            await self._send_difference(stream, offer.entry)
+            await self.exchange.send_difference(stream, offer.entry)
         if self._vote is not None and (self._vote.round, self._vote.base) == position.key:
             await stream.send(MessageType.VOTE, self._vote.model_dump())
 
@@ -545,12 +515,12 @@ class Members:
             await self._take_difference(peer_id, parse(Offer, message.header, peer_id), message.payload)
         elif message.type is MessageType.WANT:
             want = parse(WantHeader, message.header, peer_id)
-            self._spawn(self._answer(stream, want), name="send what is wanted")
+            self._spawn(self.exchange.take_question(stream, want), name="send what is wanted")
         elif message.type is MessageType.STATE:
             header = parse(StateHeader, message.header, peer_id)
             self.counts.received_bytes += len(message.payload)
             want = WantHeader(difference=header.difference, state=header.digest, offset=header.offset)
-            self._answered(peer_id, want, bytes(message.payload) if header.total else b"")
+            self.exchange.take_answer(peer_id, want, bytes(message.payload))
         elif message.type is MessageType.ERROR:
             raise_error(message.header, peer_id)
         else:
@@ -571,55 +541,13 @@ class Members:
                 self.rounds.refuse(sender, offer, self._now())
         else:
             if self.rounds.take_offer(offer, self._now()):
-                self._differences[offer.entry] = offer, difference
-        self._answered(sender, WantHeader(difference=offer.entry), b"")
+                self.exchange.differences[offer.entry] = offer, difference
+        self.exchange.take_answer(sender, WantHeader(difference=offer.entry))
 
     def _checked(self, offer: Offer, payload: bytearray) -> Difference:
         if hashlib.sha256(payload).hexdigest() != offer.sha256:
             raise RemoteProtocolError("a difference has another digest than its header says", offer.peer_id)
         return unpack(payload, self.state.values.size, offer.peer_id)
-
-    async def _answer(self, stream: FrameStream, want: WantHeader) -> None:
-        self._sent[stream.peer_id, want] += 1
-        if self._sent[stream.peer_id, want] > MAX_REPEATS:
-            await self._send_nothing(stream, want)
-        elif want.difference is not None:
-            if not await self._send_difference(stream, want.difference):
-                await self._send_nothing(stream, want)
-        elif want.state is not None:
-            await self._send_bytes(stream, want, await self._bytes_of(want.state))
-
-    async def _bytes_of(self, digest: str) -> bytes:
-        """A state, or the common texts; empty if they aren't here."""
-        if digest == common_texts.digest(self.texts):
-            return self.texts
-        state = self._states.get(digest)
-        if state is not None and self._packed[0] != digest:
-            self._packed = digest, await asyncio.to_thread(state.packed)
-        return self._packed[1] if self._packed[0] == digest else b""
-
-    async def _send_bytes(self, stream: FrameStream, want: WantHeader, whole: bytes) -> None:
-        piece = memoryview(whole)[want.offset : want.offset + PIECE_BYTES]
-        header = StateHeader(difference=want.difference, digest=want.state, offset=want.offset, total=len(whole))
-        self.counts.sent_bytes += len(piece)
-        await stream.send(MessageType.STATE, header.model_dump(), [piece])
-
-    async def _send_nothing(self, stream: FrameStream, want: WantHeader) -> None:
-        await self._send_bytes(stream, want, b"")
-
-    async def _send_difference(self, stream: FrameStream, entry: Entry) -> bool:
-        """Send it. False: it isn't here."""
-        if (kept := self._differences.get(entry)) is None:
-            return False
-        payload = await asyncio.to_thread(kept[1].packed)
-        self.counts.sent_bytes += len(payload)
-        await stream.send(MessageType.DIFFERENCE, kept[0].model_dump(), [payload])
-        return True
-
-    def _answered(self, holder: str, want: WantHeader, data: bytes) -> None:
-        future = self._answers.pop((holder, want), None)
-        if future is not None and not future.done():
-            future.set_result(data)
 
     def _broadcast(self, kind: MessageType, header: PeerModel, payload: bytes = b"") -> None:
         for stream in self._streams.values():
@@ -663,28 +591,11 @@ class Members:
         with suppress(TimeoutError):
             async with asyncio.timeout(2 * FETCH_S):
                 for holder in fetch.holders:
-                    await self._ask(holder, WantHeader(difference=entry))
-                    if entry in self._differences:
+                    await self.exchange.ask(holder, WantHeader(difference=entry))
+                    if entry in self.exchange.differences:
                         return
         names = self._names([fetch.peer_id]), self.state.round, self._names(fetch.holders)
         logger.warning("the difference of %s doesn't count here in round %d: it doesn't come from %s", *names)
-
-    async def _ask(self, holder: str, want: WantHeader) -> bytes | None:
-        """Send a question, and wait for its answer; None: it doesn't come."""
-        stream = self._streams.get(holder)
-        if stream is None:
-            return None
-        answer = self._answers[holder, want] = asyncio.get_running_loop().create_future()
-        try:
-            async with asyncio.timeout(FETCH_S):
-                await stream.send(MessageType.WANT, want.model_dump())
-                await asyncio.wait([answer, stream.gone], return_when=asyncio.FIRST_COMPLETED)
-                return answer.result() if answer.done() else None
-        except (SwarmError, TimeoutError) as error:
-            logger.info("%s didn't send what was asked for: %s", holder, error)
-            return None
-        finally:
-            self._answers.pop((holder, want), None)
 
     async def _adopt(self, adopt: Adopt) -> None:
         digest = adopt.position.digest
@@ -692,24 +603,11 @@ class Members:
             await self._move_to(self.state, (), digest)
             return
         for holder in adopt.holders:
-            data, total = bytearray(), None
-            while total is None or len(data) < total:
-                want = WantHeader(state=digest, offset=len(data))
-                piece = await self._ask(holder, want)
-                if not piece:
-                    break
-                data += piece
-                total = total or None
-                if len(piece) < PIECE_BYTES:
-                    total = len(data)
-            if total is None:
-                continue
-            with suppress(RemoteProtocolError):
-                state = await asyncio.to_thread(SharedState.unpack, data, self.state.values.size, holder)
-                if state.round == adopt.position.round and await asyncio.to_thread(state.digest) == digest:
-                    self._say_adopted(adopt, holder)
-                    await self._move_to(state, (), digest)
-                    return
+            state = await self.exchange.state_of(holder, digest, self.state.values.size)
+            if state is not None and state.round == adopt.position.round:
+                self._say_adopted(adopt, holder)
+                await self._move_to(state, (), digest)
+                return
         logger.warning("the state of round %d can't be had from %s", adopt.position.round, ", ".join(adopt.holders))
         self.rounds.give_up_state(digest, self._now() + REFUSED_S)
 
@@ -729,7 +627,7 @@ class Members:
         )
 
     async def _apply(self, offers: tuple[Offer, ...]) -> None:
-        differences = {offer.peer_id: self._differences[offer.entry][1] for offer in offers}
+        differences = {offer.peer_id: self.exchange.differences[offer.entry][1] for offer in offers}
         tokens = sum(offer.tokens for offer in offers)
         state = await asyncio.to_thread(self.state.after, differences, tokens, self.me.rules)
         kept = await asyncio.to_thread(
@@ -744,15 +642,13 @@ class Members:
     async def _move_to(self, state: SharedState, chosen: tuple[tuple[str, str], ...], digest: str = "") -> None:
         digest = digest or await asyncio.to_thread(state.digest)
         self.state = state
-        self._states = dict([*self._states.items(), (digest, state)][-2:])
         position = Position(round=state.round, digest=digest, chosen=chosen, past=state.past)
         before = self.rounds.position
         self.rounds.advance(position)
-        self._sent.clear()
         needed = self.rounds.needed()
         if before is not None:  # others may still ask for those that have counted
             needed |= {(peer_id, before.digest, sha256) for peer_id, sha256 in chosen}
-        self._differences = {entry: kept for entry, kept in self._differences.items() if entry in needed}
+        self.exchange.begin_round(digest, state, needed)
         self._broadcast(MessageType.POSITION, position)
         await asyncio.to_thread(self._save, state)
         await self._tell_moved()
@@ -767,19 +663,7 @@ class Members:
 
     def _write_line(self, offers: tuple[Offer, ...], kept: dict[str, float], state: SharedState, digest: str) -> None:
         members = [
-            {
-                "peer_id": offer.peer_id,
-                "name": offer.name,
-                "tokens": offer.tokens,
-                "loss": offer.loss,
-                "own_loss": offer.own_loss,
-                "shared_loss": offer.shared_loss,
-                "share": round(kept[offer.peer_id], 6),
-                "sha256": offer.sha256,
-                "base": offer.base,
-                "signature": offer.signature,
-            }
-            for offer in offers
+            {**offer.model_dump(exclude={"run", "round"}), "share": round(kept[offer.peer_id], 6)} for offer in offers
         ]
         fields = {
             "run": self.me.run.peer_id,
@@ -793,19 +677,15 @@ class Members:
             "at": round(time.time(), 3),
         }
         self.counts.refused.clear()
-        self._add_line(fields)
+        add_line(self.me.directory, fields, self.me.own)
         who = ", ".join(f"{offer.name} {offer.tokens} tokens loss {offer.loss}" for offer in offers)
         logger.info("round %d of %d: %s", state.round - 1, len(offers), who)
 
     def note_end(self, shared_loss: float) -> None:
         """Write how good the last shared values are on the common texts."""
         fields = {"run": self.me.run.peer_id, "round": self.state.round, "members": [], "shared_loss": shared_loss}
-        self._add_line({**fields, "tokens": self.state.tokens, "at": round(time.time(), 3)})
-
-    def _add_line(self, fields: dict[str, object]) -> None:
-        line = json.dumps(signed_line(fields, self.me.own), separators=(",", ":"))
-        with (self.me.directory / LOG_FILE).open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        fields |= {"tokens": self.state.tokens, "at": round(time.time(), 3)}
+        add_line(self.me.directory, fields, self.me.own)
 
 
 def saved_homes(directory: Path) -> list[str]:

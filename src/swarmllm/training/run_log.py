@@ -35,6 +35,13 @@ def signed_line(fields: dict[str, object], identity: Identity) -> dict[str, obje
     return {**fields, "signature": identity.sign(_LINE + canonical(fields)).hex()}
 
 
+def add_line(directory: Path, fields: dict[str, object], identity: Identity) -> None:
+    """Write a line into the log of this home."""
+    line = json.dumps(signed_line(fields, identity), separators=(",", ":"))
+    with (directory / LOG_FILE).open("a", encoding="utf-8") as file:
+        file.write(line + "\n")
+
+
 def is_genuine_line(line: dict[str, object]) -> bool:
     """True if the peer that a line names has written all of it."""
     fields = {name: value for name, value in line.items() if name != "signature"}

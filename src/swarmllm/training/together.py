@@ -355,7 +355,7 @@ class Together:
         if self._loss_of is None:
             return None
         if not self._texts:  # they may come after this home
-            self._keep_texts(self._the_members.texts)
+            self._keep_texts(self._the_members.exchange.texts)
         if not self._texts:
             return None
         return _told(float(self._loss_of(self._texts)))

@@ -3,12 +3,10 @@
 import asyncio
 import hashlib
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 
 from swarmllm.network.p2p.identity import Identity
-from swarmllm.network.wire.frames import MessageType
 from swarmllm.training.differences import Rules, SharedState, quantize
 from swarmllm.training.members import Members, Membership
 from swarmllm.training.rounds import Fetch, Offer, Position, WantHeader
@@ -55,7 +53,7 @@ def test_equal_differences_of_two_homes_both_count(tmp_path: Path) -> None:
             await home._take_difference(holder, offer(second), bytearray(PAYLOAD))
             return b""
 
-        home._ask = answer  # type: ignore[method-assign, assignment]
+        home.exchange.ask = answer  # type: ignore[method-assign, assignment]
         await home._fetch(Fetch(second.peer_id, SHA256, ("holder",)))
         assert [want.difference for want in asked] == [(second.peer_id, "a" * 64, SHA256)]
         assert home.rounds.needed() == {offer(one).entry for one in (first, second)}
@@ -77,32 +75,9 @@ def test_a_wrong_answer_ends_the_search(tmp_path: Path) -> None:
             await home._take_difference(holder, offer(wanted, 4, "b" * 64), bytearray(PAYLOAD))
             return b""
 
-        home._ask = answer  # type: ignore[method-assign, assignment]
+        home.exchange.ask = answer  # type: ignore[method-assign, assignment]
         await home._fetch(Fetch(wanted.peer_id, SHA256, ("holder", "other")))
         assert asked == ["holder", "other"]
         assert offer(wanted).entry not in home.rounds.needed()
-
-    asyncio.run(scene())
-
-
-def test_the_same_question_is_answered_some_times(tmp_path: Path) -> None:
-    """A member that asks without end gets no more bytes in this round, and an answer that says so."""
-    other = Identity.generate()
-
-    async def scene() -> None:
-        home = members(tmp_path)
-        await home._take_difference(other.peer_id, offer(other), bytearray(PAYLOAD))
-        sent: list[tuple[MessageType, int]] = []
-        stream = SimpleNamespace(peer_id="asks", send=None)
-
-        async def send(kind: MessageType, header: dict[str, object], chunks: list[bytes]) -> None:
-            sent.append((kind, sum(map(len, chunks))))
-
-        stream.send = send
-        for _ in range(20):
-            await home._answer(stream, WantHeader(difference=offer(other).entry))  # type: ignore[arg-type]
-        assert sent == [(MessageType.DIFFERENCE, len(PAYLOAD))] * 4 + [(MessageType.STATE, 0)] * 16
-        await home._answer(stream, WantHeader(difference=offer(OWN).entry))  # type: ignore[arg-type]
-        assert sent[-1] == (MessageType.STATE, 0)  # it isn't here
 
     asyncio.run(scene())
