@@ -63,7 +63,7 @@ test-quick: $(INSTALLED)
 	$(BIN)/python $(PYTEST) $(PARALLEL) -m "not slow" $(QUICK)
 
 test: $(INSTALLED) $(REAL_INSTALLED)
-	@echo "the fast tests: some 6 minutes on two quiet cores; make test-quick: about 2"
+	@echo "the fast tests: some 7 minutes on two quiet cores; make test-quick: about 2"
 	$(BIN)/python $(PYTEST) $(PARALLEL) -m "not slow" $(ROOMS)
 
 test-slow: $(INSTALLED) $(REAL_INSTALLED)

@@ -258,7 +258,8 @@ class LocalSwarm:
         if file := settings.pop("config", None):
             settings = {**tomllib.loads(read_text(str(file))), **settings}
         path = self._directory.path / f"server-{len(self.servers)}.toml"
-        path.write_text("".join(f"{name} = {_toml(one)}\n" for name, one in settings.items() if one is not None))
+        lines = [f"{name} = {_toml(one)}\n" for name, one in settings.items() if one is not None]
+        path.write_text("".join(lines), encoding="utf-8")
         arguments = ["--config", str(path)]
         log_path = self._directory.path / f"server-{len(self.servers)}.log"
         server = LocalServer(arguments, log_path, program=program)

@@ -164,7 +164,7 @@ class Agent:
         """The catalogue of this machine, and when it was made."""
         self._look_now = asyncio.Event()
         self._told: dict[str, Any] = {}
-        """What programs on this machine were told."""
+        """Content of `HERE_FILE`."""
         self._doorkeeper = Doorkeeper(swarm)
         self._lan = LanAnnouncement(
             peer.peer_id,

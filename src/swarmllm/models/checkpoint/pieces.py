@@ -299,7 +299,7 @@ class HubFile(NamedTuple):
 
     size: int
     sha256: str = ""
-    """Of files that are stored apart from git."""
+    """Empty for files that git itself stores."""
     blob_id: str = ""
     """git's SHA-1 of all others; empty: not known."""
 
