@@ -3,10 +3,12 @@
 import hashlib
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from swarmllm.data_structures import Span
 from swarmllm.demo import __main__ as demo
 from swarmllm.demo import local_swarm
 from swarmllm.demo.__main__ import Answer, DemoConfig, choose_model, middle_of_the_longest, usual_gap_s
@@ -119,3 +121,21 @@ def test_settings_without_a_flag_and_those_of_a_file_reach_the_servers(tmp_path:
     assert config.block_indices == (0, 1)
     assert (config.max_batch_sessions, config.num_threads) == (3, 1), "the file's, unless given"
     assert (config.cache_dir, config.device, config.relay) == (str(given["cache_dir"]), ("cpu", "cpu"), False)
+
+
+def test_servers_that_start_at_the_same_time_have_settings_of_their_own(tmp_path: Path) -> None:
+    program = tmp_path / "program.sh"
+    program.write_text(
+        'span=$(grep -o "[0-9]*:[0-9]*" "$2")\n'
+        'echo "swarmllm: serving blocks [${span%:*}, ${span#*:}) of M as P"\n'
+        "echo 'swarmllm: join with --initial_peers M'\n"
+        "exec cat\n"
+    )
+    spans = [(number, number + 1) for number in range(24)]
+    with (
+        LocalSwarm("M", spans[:1], program=["sh", str(program)]) as swarm,
+        ThreadPoolExecutor(len(spans)) as threads,
+    ):
+        found = list(threads.map(swarm.add_server, spans))
+        assert [server.span for server in found] == [Span(*span) for span in spans]
+        assert len({server.log_path for server in found}) == len(spans)

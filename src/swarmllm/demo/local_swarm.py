@@ -181,6 +181,7 @@ class LocalSwarm:
             raise ConfigurationError("give LocalSwarm either spans=[(0, 4), …] or num_servers=N")
         self.model = os.fspath(model)
         self.servers: list[LocalServer] = []
+        self._numbers = itertools.count()
         self._spans = list(spans) if spans is not None else self._equal_spans(num_servers or 0)
         if not self._spans:
             raise ConfigurationError("a swarm needs at least one server")
@@ -257,11 +258,12 @@ class LocalSwarm:
         program = cast(Sequence[str], settings.pop("program", SERVER))
         if file := settings.pop("config", None):
             settings = {**tomllib.loads(read_text(str(file))), **settings}
-        path = self._directory.path / f"server-{len(self.servers)}.toml"
+        number = next(self._numbers)  # callers may start several at a time, in threads
+        path = self._directory.path / f"server-{number}.toml"
         lines = [f"{name} = {_toml(one)}\n" for name, one in settings.items() if one is not None]
         path.write_text("".join(lines), encoding="utf-8")
         arguments = ["--config", str(path)]
-        log_path = self._directory.path / f"server-{len(self.servers)}.log"
+        log_path = self._directory.path / f"server-{number}.log"
         server = LocalServer(arguments, log_path, program=program)
         self.servers.append(server)
         return server
