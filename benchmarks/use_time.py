@@ -32,6 +32,8 @@ host_maddrs = ["/ip4/127.0.0.1/tcp/0"]
 lan_discovery = false
 """
 LOOK_S = 0.5
+IDLE_LOOK_S, IDLE_SHARE = 3.0, 0.3
+"""Machines that wait use less than this share of a core, together."""
 
 
 class Machine:
@@ -89,6 +91,14 @@ class Machine:
         """Processor time of all its processes until now."""
         own = psutil.Process(self.process.pid)
         return sum(sum(one.cpu_times()[:2]) for one in (own, *own.children(recursive=True)))
+
+
+def wait_until_idle(machines: list[Machine]) -> None:
+    """Until nobody imports anything any more."""
+    before = 0.0
+    while (now := sum(one.cpu_s() for one in machines)) - before > IDLE_SHARE * IDLE_LOOK_S:
+        before = now
+        time.sleep(IDLE_LOOK_S)
 
 
 def watched_use(machines: list[Machine], model: str) -> dict[str, float]:
@@ -178,6 +188,7 @@ def main() -> None:
             for machine in machines
         ):
             time.sleep(1.0)
+        wait_until_idle(machines)
         forget(path)
         done = watched_use(machines, str(path))
         hosted = [(one["name"], each) for one in machines[0].get("/api/machines")["machines"] for each in one["hosted"]]

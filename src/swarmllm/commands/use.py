@@ -29,7 +29,7 @@ EXAMPLES = """examples:
   swarmllm use ~/model.gguf --add # serve this one, too
   swarmllm use --drop org/name    # serve it no more
 """
-LOOK_S = 1.0
+LOOK_S = 0.25
 """Seconds between two looks at the machines."""
 PATIENCE_S = 10.0
 """Seconds until a model that doesn't fit is reported: machines may be joining."""

@@ -88,7 +88,7 @@ from swarmllm.version import __version__
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 2.0
+LOOK_S = 1.0
 """Seconds between two looks at the swarm."""
 SECOND_LOOK_AFTER_S = 0.5
 """Seconds until it looks again if a new plan is considered. Measured: records become visible in 40–180 ms."""
@@ -287,6 +287,7 @@ class Agent:
     async def _measure(self) -> None:
         self.offer = await in_background(partial(measure_offer, self.config, self._state))
         self._note_change()
+        self._hostings.keep_one_ready()
 
     async def _measure_round_trips(self) -> None:
         """Measure the round trips to the machines that were measured the longest time ago, again and again."""

@@ -3,10 +3,12 @@
 Used by the agent, which decides what to start and to end (`decisions.next_steps`). The life of one server:
 
     waiting    nobody gives its weights yet
-    fetching   they are on their way; the process has started, and imports what it needs
+    fetching   they are on their way
     loading    it reads them
     online     it serves; if the process ends by itself, it starts again
     failed     it ended before it was online; the machine says so for a while, and the others plan without it
+
+A process starts with imports of some seconds. So a machine without servers keeps one process ready.
 """
 
 import asyncio
@@ -23,7 +25,7 @@ from swarmllm.errors import SwarmError
 from swarmllm.machines.decisions import Child, Target
 from swarmllm.machines.records import Hosted
 from swarmllm.machines.weights import Progress
-from swarmllm.server.devices import JOIN_LINE, run_server_process
+from swarmllm.server.devices import JOIN_LINE, SpareProcess, run_server_process
 from swarmllm.server.settings import ServerConfig
 
 logger = logging.getLogger(__name__)
@@ -132,6 +134,16 @@ class Hostings:
         self._fetch, self._settings, self._changed = fetch, settings, changed
         self.running: dict[Target, Hosting] = {}
         self._failures: dict[str, _Failure] = {}
+        self._spare, self._keeps_spare = SpareProcess(), False
+
+    def keep_one_ready(self) -> None:
+        """From now on, have a process for the next server whenever this machine has no servers."""
+        self._keeps_spare = True
+        self._prepare()
+
+    def _prepare(self) -> None:
+        if self._keeps_spare and not self.running:
+            self._spare.prepare()
 
     def start(self, target: Target, memory_bytes: int) -> None:
         """Begin to serve these blocks, in the background."""
@@ -156,16 +168,19 @@ class Hostings:
 
     async def close(self) -> None:
         """End all servers, and wait for their end."""
+        self._keeps_spare = False
         tasks = [one.task for one in self.running.values() if one.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._spare.close()
 
     async def _run(self, one: Hosting) -> None:
         try:
             while True:
                 lines = _LastLine()
-                code = await run_server_process(partial(self._fetched, one), partial(self._on_output, one), lines.add)
+                hear = partial(self._on_output, one)
+                code = await run_server_process(partial(self._fetched, one), hear, lines.add, self._spare)
                 if one.state != "online":
                     raise SwarmError(lines.text or f"its server ended with exit code {code}")
                 logger.warning("the server of blocks %s ended (exit code %d): it starts again", one.target.span, code)
@@ -175,6 +190,7 @@ class Hostings:
         finally:
             if self.running.get(one.target) is one:
                 del self.running[one.target]
+            self._prepare()
             self._changed()
 
     async def _fetched(self, one: Hosting) -> ServerConfig:

@@ -214,13 +214,16 @@ class _DeviceServer:
 
 
 async def run_server_process(
-    settings: Callable[[], Awaitable[ServerConfig]], on_output: Callable[[str], None], on_log: Callable[[str], None]
+    settings: Callable[[], Awaitable[ServerConfig]],
+    on_output: Callable[[str], None],
+    on_log: Callable[[str], None],
+    spare: "SpareProcess | None" = None,
 ) -> int:
     """Run a server process once, and return its exit code; end it if cancelled. `on_…` get its lines.
 
-    It imports what it needs while `settings` are being made.
+    It is the spare process, if there is one. Otherwise it imports what it needs while `settings` are being made.
     """
-    starting = asyncio.create_task(_start())
+    starting = asyncio.create_task(_start() if spare is None else spare.take())
     try:
         process = await asyncio.shield(starting)
     except asyncio.CancelledError:  # asyncio would wait for all processes that hold its pipes
@@ -242,6 +245,36 @@ async def run_server_process(
         reading.cancel()
         _close_pipes(process)
     return await process.wait()
+
+
+class SpareProcess:
+    """A server process that has imported what it needs, and waits for its settings."""
+
+    def __init__(self) -> None:
+        self._starting: asyncio.Task[asyncio.subprocess.Process] | None = None
+
+    def prepare(self) -> None:
+        """Start it in the background, if there is none."""
+        if self._starting is None:
+            self._starting = asyncio.get_running_loop().create_task(_start(), name="start a spare server process")
+
+    async def take(self) -> asyncio.subprocess.Process:
+        """This process; or a new one, if there is none or it has ended."""
+        starting, self._starting = self._starting, None
+        if starting is not None:
+            with suppress(OSError):  # it could not be started
+                process = await starting
+                if process.returncode is None:
+                    return process
+                _close_pipes(process)
+        return await _start()
+
+    async def close(self) -> None:
+        """End it, if there is one."""
+        if self._starting is not None:
+            process = await self.take()
+            await _end(process)
+            _close_pipes(process)
 
 
 async def _pass_on(stream: asyncio.StreamReader, tell: Callable[[str], None]) -> None:

@@ -14,6 +14,7 @@ from swarmllm.machines import hosting
 from swarmllm.machines.decisions import BUSY_S, IDLE_S, QUIET_S, Child, Target, next_steps
 from swarmllm.machines.hosting import FAILED_S, Hosting, Hostings
 from swarmllm.machines.weights import Progress
+from swarmllm.server.devices import SpareProcess
 
 OLD, NEW = "a" * 64, "b" * 64
 
@@ -92,6 +93,7 @@ class FakeServers:
         settings: Callable[[], Awaitable[Any]],
         on_output: Callable[[str], None],
         on_log: Callable[[str], None],
+        spare: SpareProcess,
     ) -> int:
         self.num_started += 1
         await settings()

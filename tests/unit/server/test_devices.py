@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from hypothesis import given
@@ -18,7 +19,7 @@ from swarmllm.network.p2p.identity import Identity
 from swarmllm.server import devices
 from swarmllm.server.__main__ import parse_config
 from swarmllm.server.device.device import resolve_device
-from swarmllm.server.devices import _DeviceServer, all_devices, of_each_device
+from swarmllm.server.devices import SpareProcess, _DeviceServer, all_devices, of_each_device, run_server_process
 from swarmllm.server.settings import MAX_TENSOR_PARALLEL, ServerConfig
 
 ASKED = ["--model", "M", "--new_swarm"]
@@ -256,3 +257,40 @@ async def test_processes_that_hold_the_pipes_of_a_server_do_not_keep_its_reader(
         os.kill(int(holder.read_text()), signal.SIGKILL)
     assert not still
     assert after <= before
+
+
+async def test_a_spare_process_becomes_the_next_server_unless_it_has_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program, started = tmp_path / "program", tmp_path / "started"
+    program.write_text(f"#!/bin/sh\necho $$ >> {started}\nread settings\necho I am $$\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+
+    async def number_of_starts(count: int) -> list[int]:
+        while not started.exists() or started.read_text().count("\n") < count:  # noqa: ASYNC110 - another process writes
+            await asyncio.sleep(0.01)
+        return [int(line) for line in started.read_text().split()]
+
+    async def settings() -> ServerConfig:
+        return config()
+
+    spare, said = SpareProcess(), list[str]()
+    spare.prepare()
+    spare.prepare()
+    (first,) = await number_of_starts(1)
+    assert await run_server_process(settings, said.append, said.append, spare) == 0
+    assert said == [f"I am {first}"]
+    spare.prepare()
+    _, second = await number_of_starts(2)
+    os.kill(second, signal.SIGKILL)
+    while psutil.pid_exists(second):  # noqa: ASYNC110 - asyncio's own task waits for it
+        await asyncio.sleep(0.01)
+    assert await run_server_process(settings, said.append, said.append, spare) == 0
+    *_, third = await number_of_starts(3)
+    assert said[-1] == f"I am {third}"
+    spare.prepare()
+    *_, last = await number_of_starts(4)
+    await spare.close()
+    assert not psutil.pid_exists(last)
+    await spare.close()
