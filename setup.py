@@ -33,9 +33,12 @@ class AnyPython(bdist_wheel):
 
 HEADERS = (
     *("compiler", "products", "side_by_side", "int8_products", "vectors", "weight", "bit_planes", "gguf_blocks"),
-    *("step", "step_line"),
+    *("step", "step_line", "rounding"),
 )
-SOURCES = ("kernels", "products_3", "products_4", "int8_kernels", "int8_3", "int8_3_vnni", "int8_4_vnni")
+SOURCES = (
+    *("kernels", "products_3", "products_4", "int8_kernels", "int8_3", "int8_3_vnni", "int8_4_vnni"),
+    *("rounding", "rounding_3", "rounding_4"),
+)
 
 setup(
     cmdclass={"build_ext": BuildKernels, "bdist_wheel": AnyPython},

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from swarmllm.models.quantization import kernels
 from swarmllm.models.quantization.block_search import MAKERS, quantize
 from swarmllm.models.quantization.decoded import KINDS, dequantize
 
@@ -13,6 +14,11 @@ KIND_IDS = sorted(MAKERS)
 LLAMA_CPP = {6: 0.04277, 7: 0.03792, 8: 0.00534, 12: 0.07145, 13: 0.03606, 14: 0.01778}
 """Relative errors of llama.cpp's quantizer on `_normal()`, measured once (ggml-py 0.10.1, no importance matrix)."""
 kinds, seeds = st.sampled_from(KIND_IDS), st.integers(0, 1 << 30)
+
+
+def _by_torch(weight: Tensor, kind: int) -> Tensor:
+    """What `quantize` makes without kernels."""
+    return MAKERS[kind](weight.reshape(-1, KINDS[kind][1]), None).view(len(weight), -1)
 
 
 def _normal() -> Tensor:
@@ -46,6 +52,53 @@ def test_no_group_is_off_by_more_than_its_range_allows(kind: int, power: int, sh
     blocks, wrong = weight.view(-1, KINDS[kind][1]), (found - weight).view(-1, KINDS[kind][1])
     spread = 2 * blocks.abs().amax(1)
     assert (wrong.square().mean(1).sqrt() <= spread / codes / 2 + 1e-30).all()
+
+
+@pytest.mark.skipif(kernels.library() is None, reason="there is no compiler here")
+@pytest.mark.parametrize("level", [1, 3, 4])
+@settings(max_examples=60, deadline=None)
+@given(
+    kind=st.sampled_from([8, 12, 13, 14]),
+    rows=st.integers(1, 20),
+    blocks=st.integers(1, 5),
+    power=st.integers(-38, 17),
+    shift=st.sampled_from([0.0, 0.3, -2.0]),
+    seed=seeds,
+    threads=st.integers(1, 3),
+)
+def test_the_kernels_round_as_torch_to_the_last_bit(
+    level: int, kind: int, rows: int, blocks: int, power: int, shift: float, seed: int, threads: int
+) -> None:
+    """Or a server without a compiler would compute other tokens than the one that it takes the place of."""
+    if level > kernels.level():
+        pytest.skip("this processor has no such instructions")
+    generator = torch.Generator().manual_seed(seed)
+    weight = (torch.randn(rows, 256 * blocks, generator=generator) + shift) * 10.0**power
+    weight[0, :32], weight[rows // 2, ::37] = shift * 10.0**power, weight[0, 0] * 1000
+    weight[-1, -256:] = 0.0
+    weight = weight.clamp(-9e17, 9e17)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(kernels, "level", lambda: level)
+        patched.setattr(kernels, "WORTH_ROUNDING", 1)
+        patched.setattr(torch, "get_num_threads", lambda: threads)
+        assert torch.equal(quantize(weight, kind), _by_torch(weight, kind))
+
+
+@pytest.mark.parametrize("kind", [8, 12, 13, 14])
+@pytest.mark.parametrize("odd", [1e30, float("inf"), float("nan")])
+def test_what_the_kernels_cannot_square_is_left_to_torch(kind: int, odd: float) -> None:
+    weight = _normal()
+    weight[5, 300] = odd
+    assert torch.equal(quantize(weight, kind), _by_torch(weight, kind))
+
+
+@given(kinds, st.integers(1, 40), seeds)
+@settings(max_examples=30, deadline=None)
+def test_a_block_is_rounded_alike_whatever_is_beside_it(kind: int, rows: int, seed: int) -> None:
+    """Torch's own sums depend on shapes."""
+    weight = torch.randn(rows, 256, generator=torch.Generator().manual_seed(seed))
+    together = _by_torch(weight, kind)
+    assert all(torch.equal(_by_torch(one[None], kind)[0], of) for one, of in zip(weight, together, strict=True))
 
 
 @given(kinds, seeds)

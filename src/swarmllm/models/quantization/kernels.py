@@ -37,6 +37,9 @@ AT_A_TIME = 16
 """Inputs that the kernels multiply by rows which they have decoded once."""
 WORTH_A_THREAD = 1 << 20
 """Codes of a matrix. Assumed: below, giving half of them to another thread costs as much as it saves."""
+WORTH_ROUNDING = 1 << 16
+"""Weights. Assumed: rounding them takes some hundred times as long as multiplying them."""
+_ROUNDED_KINDS = frozenset({8, 12, 13, 14})
 _PAIRS, _PLANES = 0, 3
 _CODES = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.uint8: 4}
 _GGUF = 64
@@ -80,7 +83,7 @@ def library() -> Any:
     except OSError as error:
         logger.warning("weights of few bits multiply slowly here, since swarmllm was installed without gcc (%s)", error)
         return None
-    is_complete = hasattr(found, "swarmllm_multiply_rounded")
+    is_complete = hasattr(found, "swarmllm_round")
     if not is_complete or getattr(found, "swarmllm_weight_bytes", int)() != ctypes.sizeof(_Weight):
         logger.warning(
             "weights of few bits multiply slowly, since %s is of another version: install swarmllm anew", path
@@ -96,9 +99,13 @@ def library() -> Any:
     found.swarmllm_round_inputs.argtypes = (
         ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p
     )  # fmt: skip
+    found.swarmllm_round.argtypes = (
+        ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p
+    )  # fmt: skip
     found.swarmllm_multiply_rounded.argtypes = found.swarmllm_multiply.argtypes
     found.swarmllm_rounded_bytes.argtypes = found.swarmllm_int8_version.argtypes = (ctypes.c_int64,)
     found.swarmllm_rounded_bytes.restype = found.swarmllm_int8_version.restype = ctypes.c_int64
+    found.swarmllm_round.restype = None
     found.swarmllm_multiply.restype = found.swarmllm_dequantize.restype = None
     found.swarmllm_round_inputs.restype = found.swarmllm_multiply_rounded.restype = None
     return found
@@ -251,17 +258,38 @@ class Matrix:
         library().swarmllm_dequantize(level(), self._weight, start, end, rows.data_ptr())
         return rows
 
-    def _in_parts(self, part: Any) -> None:
-        """Over as many threads as torch takes; ctypes lets go of Python's lock meanwhile."""
-        num_parts = min(torch.get_num_threads(), self.rows * self.columns // WORTH_A_THREAD)
-        if num_parts < 2:
-            part(0, self.rows)
-            return
-        cuts = [self.rows * index // num_parts for index in range(num_parts + 1)]
-        others = [threads().submit(part, *cut) for cut in itertools.pairwise(cuts[1:])]
-        part(*cuts[:2])
-        for other in others:
-            other.result()
+    def _in_parts(self, part: Callable[[int, int], None]) -> None:
+        in_parts(part, self.rows, self.rows * self.columns // WORTH_A_THREAD)
+
+
+def in_parts(part: Callable[[int, int], None], num_rows: int, most: int) -> None:
+    """Call `part(start, end)` for all rows, over as many threads as torch takes, and at most so many; ctypes lets go of
+    Python's lock meanwhile."""
+    num_parts = min(torch.get_num_threads(), most)
+    if num_parts < 2:
+        part(0, num_rows)
+        return
+    cuts = [num_rows * index // num_parts for index in range(num_parts + 1)]
+    others = [threads().submit(part, *cut) for cut in itertools.pairwise(cuts[1:])]
+    part(*cuts[:2])
+    for other in others:
+        other.result()
+
+
+def rounds(kind: int) -> bool:
+    """True if `round_blocks` makes blocks of this kind of GGUF here."""
+    return kind in _ROUNDED_KINDS and library() is not None
+
+
+def round_blocks(kind: int, rows: Tensor, made: Tensor) -> None:
+    """Round rows `[rows, in]` in float32, below 1e18, into blocks of GGUF `[rows, bytes of a row]`, both contiguous."""
+    (num_rows, columns), per_row = rows.shape, made.shape[1]
+
+    def part(start: int, end: int) -> None:
+        weights, to = rows.data_ptr() + start * columns * 4, made.data_ptr() + start * per_row
+        library().swarmllm_round(level(), kind, weights, (end - start) * columns, to)
+
+    in_parts(part, num_rows, rows.numel() // WORTH_ROUNDING)
 
 
 @functools.cache
