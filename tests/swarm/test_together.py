@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from swarmllm.invite import read_invite
 from swarmllm.network.p2p.identity import Identity, lock_identity
 from swarmllm.network.p2p.peer import Peer
 from swarmllm.network.wire.protocol import MessageType, hello
-from swarmllm.training import RunSettings, Together, TogetherCallback
+from swarmllm.training import RunSettings, Together, TogetherCallback, members, together
 from swarmllm.training.differences import Rules, packed_bytes
 from swarmllm.training.members import HOMES_FILE
 from swarmllm.training.privacy import epsilon_of
@@ -145,14 +146,16 @@ def check_losses_on_common_texts(together: Together, logs: list[list[dict[str, A
 
 
 def test_a_founder_that_starts_again_finds_those_who_went_on(tmp_path: Path) -> None:
-    """It has another port than before, and no invite: it remembers where the other home is."""
+    """It has no invite: it remembers where the other home is. Its own address, and so its old invites, stay right."""
     first, second = tmp_path / "first", tmp_path / "second"
-    has_left, is_back = threading.Event(), threading.Event()
+    has_left, is_back, addresses = threading.Event(), threading.Event(), list[str]()
 
     def founder() -> None:
         small_home(first, "a run", 0, 5, wait_for=2, patience_s=1)
+        addresses.append(read_invite(str(first / INVITE_FILE)).initial_peers[0])
         has_left.set()
         small_home(first, "a run", 0, 5, wait_for=2, patience_s=1)  # it waits until both are in it
+        addresses.append(read_invite(str(first / INVITE_FILE)).initial_peers[0])
         is_back.set()
 
     def other() -> None:
@@ -166,6 +169,27 @@ def test_a_founder_that_starts_again_finds_those_who_went_on(tmp_path: Path) -> 
     in_threads([founder, other])
     assert has_left.is_set()
     assert lines(first)[-1]["round"] > 0
+    assert addresses[0] == addresses[1]
+
+
+def test_homes_that_each_went_on_alone_find_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have swarms of their own, as after an outage of the network."""
+    first, second = tmp_path / "first", tmp_path / "second"
+
+    def both_train(run_of_second: Callable[[], str]) -> None:
+        def home(place: Path, number: int, run: Callable[[], str]) -> None:
+            small_home(place, run(), number, 5, wait_for=2, patience_s=1)
+
+        in_threads([partial(home, first, 0, lambda: "a run"), partial(home, second, 1, run_of_second)])
+
+    both_train(lambda: invite_of(first))
+    monkeypatch.setattr(together, "saved_homes", lambda _: [])  # nobody is reached at the start
+    monkeypatch.setattr(members, "REUNION_S", 0.2)
+    with (second / HOMES_FILE).open("a") as homes_of_second:
+        homes_of_second.write(f"/no/such/address/p2p/{Identity.load(first / 'identity.key').peer_id}\n")
+    both_train(lambda: "a run")
+    for place in (first, second):
+        assert [len(line["members"]) for line in lines(place) if line["members"]] == [2, 2]
 
 
 def test_noise_is_not_taken_back_and_its_budget_outlives_the_process(

@@ -14,7 +14,7 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -75,7 +75,7 @@ from swarmllm.machines.reunion import Reunion
 from swarmllm.machines.settings import MachineConfig
 from swarmllm.machines.state import NUM_KEPT_COMMANDS, StateDirectory
 from swarmllm.machines.weights import Giver, Progress, WeightStore
-from swarmllm.network.p2p.addresses import best_addrs, check_port_is_free, is_loopback
+from swarmllm.network.p2p.addresses import best_addrs, is_loopback, on_port, port_of
 from swarmllm.network.p2p.block_directory import BlockDirectory, Register, machines_key
 from swarmllm.network.p2p.discovery import HERE_FILE, LanAnnouncement, lan_addresses
 from swarmllm.network.p2p.identity import Identity
@@ -681,9 +681,10 @@ async def _member_peer(config: MachineConfig, state: StateDirectory, swarm: Memb
     Raises:
         SwarmError: the network can't be used.
     """
+    port = state.read("port.json", {}).get("port")
     create = partial(
         Peer.create,
-        host_maddrs=_with_noted_port(config.host_maddrs, state),
+        host_maddrs=on_port(config.host_maddrs, port if isinstance(port, int) else None),
         identity_path=state.identity_path,
         relay=RelayRules(),
         reachability="auto",
@@ -695,25 +696,9 @@ async def _member_peer(config: MachineConfig, state: StateDirectory, swarm: Memb
         logger.warning("no other machine of the swarm answers now, so this one begins alone: %s", error)
         peer = await create()
         peer.join_by(swarm.initial_peers)
-    for addr in peer.addrs:
-        parts = addr.split("/")
-        if parts[3:4] == ["tcp"] and parts[4].isdecimal():
-            state.write("port.json", {"port": int(parts[4])})
-            break
+    if (port := port_of(peer.addrs)) is not None:
+        state.write("port.json", {"port": port})
     return peer
-
-
-def _with_noted_port(maddrs: Sequence[str], state: StateDirectory) -> tuple[str, ...]:
-    port = state.read("port.json", {}).get("port")
-    if not isinstance(port, int) or not 0 < port < 1 << 16:
-        return tuple(maddrs)
-    noted = tuple(f"{one.removesuffix('/0')}/{port}" if one.endswith("/tcp/0") else one for one in maddrs)
-    try:
-        for one in noted:
-            check_port_is_free(one)
-    except ConfigurationError:  # another program has it now
-        return tuple(maddrs)
-    return noted
 
 
 def _as_json(target: Target) -> dict[str, Any]:

@@ -59,6 +59,10 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 5.0
 """Seconds between two looks at the records of members."""
+REUNION_S = 20.0
+"""Seconds between two attempts to reach homes that have been there: each of them may have gone on alone."""
+DIALLED = 4
+"""Most such homes that are dialled at a time."""
 RECORD_S = 60.0
 """Lifetime of a record. It is renewed at every third of it."""
 GREETING_S = 10.0
@@ -127,8 +131,8 @@ class Members:
         self.rounds = Rounds(me.own.peer_id, patience_s=me.patience_s, vote_s=me.vote_s)
         self._streams: dict[str, FrameStream] = {}
         self.exchange = Exchange(self._streams, self.counts, me.texts)
-        self._homes: dict[str, tuple[str, ...]] = {}
-        """Addresses of the members that have been there, by peer id."""
+        self._homes = _known_homes(me.directory)
+        """Addresses of the members that have been there, by peer id, also before this process."""
         self._awaited: set[str] = set()
         """Members whose position must come soon."""
         self._dialling: dict[str, asyncio.Task[Any]] = {}
@@ -175,6 +179,7 @@ class Members:
         await self._look()
         await asyncio.gather(*self._dialling.values(), return_exceptions=True)
         self._spawn(self._keep_looking(), name="look for members")
+        self._spawn(self._keep_meeting(), name="look for lost members")
         with suppress(TimeoutError):
             async with asyncio.timeout(GREETING_S), self._moved:
                 await self._moved.wait_for(lambda: not self._awaited)
@@ -339,6 +344,19 @@ class Members:
                 logger.warning("the homes that were here have left: this home begins with its own values")
                 await self._move_to(self.state, ())
 
+    async def _keep_meeting(self) -> None:
+        """Dial homes that have left: if they went on elsewhere, both find each other's records then."""
+        while True:
+            await asyncio.sleep(REUNION_S)
+            lost = [home for home in self._homes if home not in self._streams and home not in self._dialling]
+            for home in lost[:DIALLED]:
+                self._homes[home] = self._homes.pop(home)  # the others come first next time
+                with suppress(SwarmError):  # also what a member calls its address
+                    await self.peer.meet(self._ways_to(home))
+
+    def _ways_to(self, home: str) -> list[str]:
+        return [f"{addr}/p2p/{home}" for addr in self._homes[home]]
+
     async def _look(self) -> None:
         for peer_id, text in (await self.peer.dht_read(run_key(self.me.run.peer_id))).items():
             try:
@@ -360,9 +378,10 @@ class Members:
     def _keep_addresses(self, peer_id: str, addrs: tuple[str, ...]) -> None:
         """Write down where this member is: this home may start again when those of its invite have left."""
         if self._homes.get(peer_id) != addrs:
+            self._homes.pop(peer_id, None)
             self._homes[peer_id] = addrs
-            lines = [f"{addr}/p2p/{home}\n" for home, theirs in self._homes.items() for addr in theirs]
-            replace_file(self.me.directory / HOMES_FILE, "".join(lines[:MAX_KEPT_ADDRS]))
+            newest_first = [maddr for home in reversed(self._homes) for maddr in self._ways_to(home)]
+            replace_file(self.me.directory / HOMES_FILE, "".join(f"{one}\n" for one in newest_first[:MAX_KEPT_ADDRS]))
 
     def _dialled(self, peer_id: str, _: "asyncio.Task[Any]") -> None:
         self._dialling.pop(peer_id, None)
@@ -692,6 +711,15 @@ def saved_homes(directory: Path) -> list[str]:
     """Addresses of the members that were there before this process."""
     path = directory / HOMES_FILE
     return read_text(path).split() if path.exists() else []
+
+
+def _known_homes(directory: Path) -> dict[str, tuple[str, ...]]:
+    """The same by peer id."""
+    homes: dict[str, tuple[str, ...]] = {}
+    for maddr in reversed(saved_homes(directory)):
+        addr, _, peer_id = maddr.partition("/p2p/")
+        homes[peer_id] = (addr, *homes.get(peer_id, ()))
+    return homes
 
 
 def saved_state(directory: Path, size: int) -> SharedState | None:

@@ -26,6 +26,7 @@ from swarmllm.client.view.event_loop import EventLoop
 from swarmllm.errors import ConfigurationError, PeerUnreachableError
 from swarmllm.files import create_private_file, read_text, replace_file, user_path
 from swarmllm.invite import Invite, is_invite, read_invite, unpack_invites
+from swarmllm.network.p2p.addresses import on_port, port_of
 from swarmllm.network.p2p.identity import Identity, lock_identity
 from swarmllm.training import common_texts
 from swarmllm.training.differences import Floats, Rules, SharedState, quantize
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 MAX_VALUES = 250_000_000
 """Most trained values. A difference must fit into one message of 256 MiB."""
-INVITE_FILE, SPENT_FILE = "invite.swarm", "privacy_spent.txt"
+INVITE_FILE, SPENT_FILE, PORT_FILE = "invite.swarm", "privacy_spent.txt", "port.txt"
 MAX_HOMES_HERE = 16
 """Most directories of one run that are tried on this machine."""
 
@@ -200,8 +201,10 @@ class Together:
     async def _begin(self, peers: tuple[str, ...], name: str, key: Identity, *, resumes: bool) -> None:
         members = self._the_members
         assert self.directory is not None
+        noted = self.directory / PORT_FILE
+        port = int(read_text(noted)) if noted.exists() and read_text(noted).strip().isdecimal() else None
         network = {
-            "host_maddrs": self.settings.host_maddrs,
+            "host_maddrs": on_port(self.settings.host_maddrs, port),  # invites that were given before stay right
             "announce_maddrs": self.settings.announce_maddrs,
             "identity_path": self.directory / "identity.key",
             "reachability": "auto",
@@ -212,10 +215,10 @@ class Together:
         except PeerUnreachableError as error:
             if not resumes:
                 raise
-            path = self.directory / INVITE_FILE
-            text = "no other home can be reached, so this one goes on alone; others join with the new invite in %s: %s"
-            logger.warning(text, path, error)
+            logger.warning("no other home can be reached, so this one goes on alone and looks for them: %s", error)
             await members.start(**network)
+        if (port := port_of(members.peer.addrs)) is not None:
+            replace_file(noted, f"{port}\n")
         secret = key.key.private_bytes_raw().hex()
         ways = tuple(dict.fromkeys([*members.peer.join_maddrs, *peers]))[:64]
         self.invite = str(Invite(initial_peers=ways, run=name, run_key=secret))

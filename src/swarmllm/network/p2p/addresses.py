@@ -107,6 +107,29 @@ def check_port_is_free(maddr: str) -> None:
             raise ConfigurationError(f"can't listen on {maddr}: {error.strerror}; choose another port") from None
 
 
+def on_port(maddrs: Iterable[str], port: int | None) -> tuple[str, ...]:
+    """These addresses to listen on, with this port in place of any free one; unchanged if another program has it."""
+    maddrs = tuple(maddrs)
+    if port is None or not 0 < port < 1 << 16:
+        return maddrs
+    chosen = tuple(f"{one.removesuffix('/0')}/{port}" if one.endswith("/tcp/0") else one for one in maddrs)
+    try:
+        for one in chosen:
+            check_port_is_free(one)
+    except ConfigurationError:
+        return maddrs
+    return chosen
+
+
+def port_of(addrs: Iterable[str]) -> int | None:
+    """The TCP port of the first of these addresses that has one."""
+    for addr in addrs:
+        parts = addr.split("/")
+        if parts[3:4] == ["tcp"] and parts[4].isdecimal():
+            return int(parts[4])
+    return None
+
+
 def split_initial_peer(maddr: str) -> tuple[str, str]:
     """Split an initial peer's multiaddress into peer id and address.
 
