@@ -45,8 +45,8 @@ from swarmllm.models.checkpoint.fingerprint import fingerprint
 from swarmllm.models.checkpoint.skeleton import block_bytes
 from swarmllm.models.shell.client_shell import embed, head
 from swarmllm.models.shell.hollow_modules import remove_row_hooks
-from swarmllm.models.shell.int8_head import round_head
 from swarmllm.models.shell.loading import load_client_shell
+from swarmllm.models.shell.packed_head import keep_head_as_stored, round_head
 from swarmllm.models.shell.remote_cache import RemoteCache
 from swarmllm.models.shell.stack_forward import SplitForward
 from swarmllm.models.shell.tuned_prompts import TunedPrompts
@@ -415,6 +415,8 @@ def open_in_swarm(
             model.to(device)
         if config.head == "int8":
             round_head(model)
+        else:
+            keep_head_as_stored(model, checkpoint)
         fallback = open_fallback(config, checkpoint, model)
         model.enter_swarm(view, blocks, encoder, saving.describe_origin(checkpoint, task))
         if isinstance(model, DistributedModelForCausalLM):

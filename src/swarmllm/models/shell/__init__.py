@@ -8,6 +8,6 @@ playback         hidden states and attentions, returned by the model's own code;
 remote_cache     a cache of transformers whose keys and values are on servers
 hollow_blocks    the block list as others see it; the changes that servers compute with, read from it at each forward
 hollow_modules   modules whose weights are on servers: changes that can't reach the servers are refused
-int8_head        the head with weights of 8 bits, where no gradients are recorded
+packed_head      the head with weights in few bits, where no gradients are recorded
 tuned_prompts    trained vectors, keys and values before the text
 """

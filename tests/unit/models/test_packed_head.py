@@ -1,14 +1,19 @@
-"""The rounded head is used where texts are written, and nowhere else."""
+"""A head in few bits is used where texts are written, and nowhere else."""
+
+from pathlib import Path
 
 import pytest
 import torch
+from tests.numerics.gguf_writer import save_gguf
 from tests.numerics.tiny_models import tiny_model
 from torch import nn
 from transformers import PreTrainedModel
 
 from swarmllm.errors import ConfigurationError
+from swarmllm.models.checkpoint.checkpoint import open_checkpoint
+from swarmllm.models.quantization import kernels
 from swarmllm.models.quantization.packed import Int8
-from swarmllm.models.shell.int8_head import Int8Head, round_head
+from swarmllm.models.shell.packed_head import PackedHead, RoundedHead, keep_head_as_stored, round_head
 
 HIDDEN, VOCABULARY = 32, 96
 
@@ -26,7 +31,7 @@ def model() -> PreTrainedModel:
 def head_of(dtype: torch.dtype, *, bias: bool = False) -> nn.Linear:
     torch.manual_seed(0)
     head = nn.Linear(HIDDEN, VOCABULARY, bias=bias, dtype=dtype)
-    head.__class__ = Int8Head
+    head.__class__ = RoundedHead
     return head
 
 
@@ -81,3 +86,39 @@ def test_only_linear_heads_can_be_rounded(model: PreTrainedModel) -> None:
         round_head(model)
     with pytest.raises(ConfigurationError, match="no head for tokens"):
         round_head(model.model)
+
+
+@pytest.mark.skipif(kernels.library() is None, reason="there is no compiler here")
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_head_in_few_bits_is_multiplied_as_it_is_stored(tmp_path: Path, tied: bool, dtype: torch.dtype) -> None:
+    model = tiny_model("llama")
+    model.config.tie_word_embeddings = tied
+    model.tie_weights()
+    model.save_pretrained(tmp_path / "plain")
+    ends = ("model.embed_tokens.weight", "lm_head.weight")
+    path, weights = save_gguf(model, "llama", tmp_path / "plain", lambda name: 8 if name in ends else 0)
+    head = model.lm_head
+    inputs = torch.randn(2, 5, head.in_features).to(dtype)
+    with torch.no_grad():
+        head.weight.copy_(weights[ends[not tied]])
+        model.to(dtype)
+        keep_head_as_stored(model, open_checkpoint(str(path)))
+        assert type(head) is PackedHead
+        products = nn.functional.linear(inputs.double(), weights[ends[not tied]].double())
+        torch.testing.assert_close(
+            head(inputs).double(), products, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-5
+        )
+    assert torch.equal(head(inputs), nn.functional.linear(inputs, head.weight))  # gradients are recorded
+    with torch.no_grad():
+        head.weight.data.mul_(2)
+        assert torch.equal(head(inputs), nn.functional.linear(inputs, head.weight))
+
+
+def test_a_head_that_is_stored_whole_is_left_alone(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path / "plain")
+    path, _ = save_gguf(model, "llama", tmp_path / "plain", lambda name: 8 if name.endswith("gate_proj.weight") else 0)
+    keep_head_as_stored(model, open_checkpoint(str(path)))
+    keep_head_as_stored(model, open_checkpoint(str(tmp_path / "plain")))
+    assert type(model.lm_head) is nn.Linear
