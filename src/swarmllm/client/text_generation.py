@@ -11,7 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from swarmllm.command_line import announced_imports
-from swarmllm.config import ClientConfig, ClientModelConfig, default_cache_dir, hub_token, require_positive
+from swarmllm.config import (
+    ClientConfig,
+    ClientModelConfig,
+    default_cache_dir,
+    default_initial_peers,
+    hub_token,
+    require_positive,
+)
 from swarmllm.decoding.options import ADDED, DECODING_TOKENIZER, DecodingOptions
 from swarmllm.errors import ConfigurationError, SessionLengthExceededError
 
@@ -55,6 +62,22 @@ CALL_FIELDS = frozenset(
 
 COLDEST = 1e-6
 """The lowest temperature: divided by less, scores can be infinite, and nothing can be drawn from them."""
+
+
+FINDS_MODEL = frozenset({"--model", "--config", "--initial_peers"})
+"""Flags with which a command doesn't look at the swarm of this machine for a model."""
+
+
+def with_model_here(argv: Sequence[str] | None) -> list[str]:
+    """The words of a command, with the one model of the swarm of this machine (`swarmllm up`) if they name none."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    flags = {word.partition("=")[0].replace("-", "_").replace("__", "--", 1) for word in words if word[:2] == "--"}
+    if FINDS_MODEL & flags or default_initial_peers():
+        return words
+    from swarmllm.network.p2p.discovery import places_here  # takes 0.2 s, and --help needs none
+
+    places = places_here()
+    return ["--model", places[0], *words] if len(places) == 1 else words
 
 
 @dataclass(frozen=True, kw_only=True)

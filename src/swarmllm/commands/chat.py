@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
-from swarmllm.client.text_generation import Conversation, TextConfig, answer_streamer, open_model
+from swarmllm.client.text_generation import Conversation, TextConfig, answer_streamer, open_model, with_model_here
 from swarmllm.command_line import Parser, one_line, run_program
 from swarmllm.config import (
     ClientConfig,
@@ -248,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return the exit code."""
 
     def run() -> int:
-        config = ChatConfig(**build_parser().parse_settings(argv))
+        config = ChatConfig(**build_parser().parse_settings(with_model_here(argv)))
         require_addresses(config.initial_peers)
         return chat(config)
 

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from swarmllm.client.text_generation import TextConfig, open_model
+from swarmllm.client.text_generation import TextConfig, open_model, with_model_here
 from swarmllm.command_line import Parser, read_stdin, run_program
 from swarmllm.config import (
     ClientConfig,
@@ -48,7 +48,7 @@ def parse_prompt(argv: Sequence[str] | None) -> tuple[TextConfig, str | None]:
     Raises:
         ConfigurationError, SystemExit(2): they can't work.
     """
-    settings = build_parser().parse_settings(argv)
+    settings = build_parser().parse_settings(with_model_here(argv))
     prompt = settings.pop("prompt", None)
     for name in ("initial_peers", "allowed_servers", "blocked_servers"):
         peers = settings.get(name, [])

@@ -340,7 +340,7 @@ class Agent:
         swarm, peers = self.swarm, list(self.peer.join_maddrs)
         told = {
             "name": swarm.name or swarm.swarm_id[-8:], "swarm_name": swarm.swarm_id, "initial_peers": peers,
-            "models": models,
+            "models": models, "places": sorted(str(one.place) for one in self._models.wanted.values() if one.place),
         }  # fmt: skip
         if told != self._told:
             self._state.write(HERE_FILE, told)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from swarmllm.client.text_generation import with_model_here
 from swarmllm.client.view import servers as servers_module
 from swarmllm.client.view.servers import LookUps
 from swarmllm.config import ClientConfig
@@ -105,6 +106,23 @@ async def test_the_agent_of_this_machine_is_found_while_it_listens(
     await agent.wait_closed()
     (tmp_path / HERE_FILE).write_text(json.dumps({**told, "models": {}}))
     assert await find_swarm_here() is None  # it was killed
+
+
+def test_a_command_without_a_model_takes_the_one_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SWARMLLM_STATE_DIR", str(tmp_path))
+    monkeypatch.delenv("SWARMLLM_INITIAL_PEERS", raising=False)
+    assert with_model_here(["--seed", "1"]) == ["--seed", "1"]
+    file = tmp_path / "model.gguf"
+    file.touch()
+    (tmp_path / HERE_FILE).write_text(json.dumps({"places": [str(file)]}))
+    assert with_model_here(["--seed", "1"]) == ["--model", str(file), "--seed", "1"]
+    for words in (["--model", "m"], ["--model=m"], ["--config", "f"], ["--initial-peers", "a"], ["--initial_peers=a"]):
+        assert with_model_here(words) == words
+    for places in ([str(file), str(tmp_path)], [str(tmp_path / "gone")], [], 3, [3]):
+        (tmp_path / HERE_FILE).write_text(json.dumps({"places": places}))
+        assert with_model_here([]) == []
 
 
 @pytest.mark.parametrize(

@@ -204,8 +204,11 @@ async def test_programs_on_this_machine_are_told_how_to_reach_the_swarm(agent: A
     told = agent._state.read("here.json", {})
     assert told == {
         "name": "home", "swarm_name": SWARM.peer_id, "initial_peers": list(FakePeer.join_maddrs),
-        "models": {"f" * 64: "a"},
+        "models": {"f" * 64: "a"}, "places": [],
     }  # fmt: skip
+    agent._models.wanted[wanted("b")[0].manifest].place = Path("/models/b")
+    agent._tell_programs_here()
+    assert agent._state.read("here.json", {})["places"] == ["/models/b"]
 
 
 async def test_a_record_that_a_look_misses_counts_for_a_while(agent: Agent, register: FakeRegister) -> None:
