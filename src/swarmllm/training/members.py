@@ -380,6 +380,8 @@ class Members:
         if self._homes.get(peer_id) != addrs:
             self._homes.pop(peer_id, None)
             self._homes[peer_id] = addrs
+            while len(self._homes) > MAX_KEPT_ADDRS:
+                del self._homes[next(iter(self._homes))]
             newest_first = [maddr for home in reversed(self._homes) for maddr in self._ways_to(home)]
             replace_file(self.me.directory / HOMES_FILE, "".join(f"{one}\n" for one in newest_first[:MAX_KEPT_ADDRS]))
 
