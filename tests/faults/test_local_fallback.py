@@ -56,9 +56,11 @@ def kill_last(swarm: Faulty) -> Callable[[], None]:
 
 
 @pytest.fixture
-def twin(swarm: Faulty) -> LocalServer:
-    """A second server of the last span."""
-    return swarm.add(Span(*LAST))
+def twin(swarm: Faulty) -> Iterator[LocalServer]:
+    """A second server of the last span, which ends with the test: whichever of the two that kills, none is left."""
+    server = swarm.add(Span(*LAST))
+    yield server
+    server.stop()
 
 
 @pytest.fixture
