@@ -14,9 +14,11 @@
 #define PREFETCH(from) __builtin_prefetch(from)
 #define APART static __attribute__((noinline))
 #define ALIGNED __attribute__((aligned(64))) /* to lines of caches */
+#define IN_MEMORY(array) __asm__("" : "+m"(array)) /* what is read of it: GCC would take it out of the register it was in */
 #else
 #define APART static
 #define ALIGNED
+#define IN_MEMORY(array) (void)(array)
 #define PREFETCH(from) (void)(from)
 #endif
 

@@ -32,26 +32,30 @@ INLINE void q4(const uint8_t *block, int zero, int minimum, int group, unpacked 
     nibbles(block + (minimum ? 4 : 2), 16, zero, to->codes + 32 * group);
 }
 
-/* Fifth bits, in 4 bytes, are before the others. */
-INLINE void q5(const uint8_t *block, int zero, int minimum, int group, unpacked *to) {
-    const uint8_t *high = block + (minimum ? 4 : 2);
-    int8_t *codes = to->codes + 32 * group;
-    uint32_t bits = high[0] | high[1] << 8 | high[2] << 16 | (uint32_t)high[3] << 24;
-    to->scale[group] = half_float(block);
-    to->less[group] = minimum ? -half_float(block + 2) : 0;
-    nibbles(high + 4, 16, zero, codes);
+/* Codes of 5 bits: 32 fifth ones in 4 bytes, and then the others. */
+INLINE void nibbles_and_fifths(const uint8_t *bytes, int zero, int8_t *codes) {
+    uint32_t bits = bytes[0] | bytes[1] << 8 | bytes[2] << 16 | (uint32_t)bytes[3] << 24;
 #if LEVEL > 1
     const __m256i byte = _mm256_set_epi64x(0x0303030303030303, 0x0202020202020202, 0x0101010101010101, 0);
     const __m256i bit = _mm256_set1_epi64x((long long)0x8040201008040201);
+    __m128i two = _mm_loadu_si128((const __m128i *)(bytes + 4));
+    __m256i four = _mm256_and_si256(_mm256_set_m128i(_mm_srli_epi16(two, 4), two), _mm256_set1_epi8(15));
     __m256i fifth = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32((int)bits), byte), bit);
-    __m256i lower = _mm256_loadu2_m128i((const __m128i *)(codes + 16), (const __m128i *)codes); /* as they were written */
     fifth = _mm256_and_si256(_mm256_cmpeq_epi8(fifth, bit), _mm256_set1_epi8(16));
-    lower = _mm256_add_epi8(lower, fifth);
-    memcpy(codes, &lower, sizeof lower);
+    four = _mm256_sub_epi8(_mm256_or_si256(four, fifth), _mm256_set1_epi8((char)zero));
+    memcpy(codes, &four, sizeof four);
+    IN_MEMORY(*(int8_t(*)[32])codes);
 #else
+    nibbles(bytes + 4, 16, zero, codes);
     for (int i = 0; i < 32; i++)
         codes[i] = (int8_t)(codes[i] + (int)(bits >> i & 1) * 16);
 #endif
+}
+
+INLINE void q5(const uint8_t *block, int zero, int minimum, int group, unpacked *to) {
+    to->scale[group] = half_float(block);
+    to->less[group] = minimum ? -half_float(block + 2) : 0;
+    nibbles_and_fifths(block + (minimum ? 4 : 2), zero, to->codes + 32 * group);
 }
 
 /* Codes of 2 bits: the lowest ones of 32 bytes, then the next ones, and so on for each 32 bytes. */
@@ -101,30 +105,46 @@ INLINE void k_scales(const uint8_t *block, float *scale, float *less) {
     }
 }
 
-/* Q4_K, and Q5_K with fifth bits in `high`. */
-INLINE void k_nibbles(const uint8_t *block, const uint8_t *high, const uint8_t *codes, unpacked *to) {
+INLINE void q4_k(const uint8_t *block, unpacked *to) {
     k_scales(block, to->scale, to->less);
     for (int pair = 0; pair < 4; pair++)
-        nibbles(codes + 32 * pair, 32, 0, to->codes + 64 * pair);
-    for (int bit = 0; high && bit < 8; bit++)
-        for (int i = 0; i < 32; i++)
-            to->codes[32 * bit + i] = (int8_t)(to->codes[32 * bit + i] | (high[i] >> bit & 1) << 4);
+        nibbles(block + 16 + 32 * pair, 32, 0, to->codes + 64 * pair);
+}
+
+typedef uint8_t bytes_32 __attribute__((vector_size(32)));
+typedef uint16_t words_16 __attribute__((vector_size(32)));
+
+/* Shifted bytes, into which bits of their neighbours come. No functions: there is more than one way to return such vectors. */
+#define UP(bytes, bits) ((bytes_32)((words_16)(bytes) << (bits)))
+#define DOWN(bytes, bits) ((bytes_32)((words_16)(bytes) >> (bits)))
+
+INLINE void q5_k(const uint8_t *block, unpacked *to) {
+    bytes_32 low, high, codes[8];
+    memcpy(&high, block + 16, sizeof high);
+    k_scales(block, to->scale, to->less);
+    for (int pair = 0; pair < 4; pair++) {
+        memcpy(&low, block + 48 + 32 * pair, sizeof low);
+        codes[2 * pair] = (low & 15) | (UP(high, 4) & 16);
+        codes[2 * pair + 1] = (DOWN(low, 4) & 15) | (UP(high, 3) & 16);
+        high = DOWN(high, 2);
+    }
+    memcpy(to->codes, codes, sizeof codes);
 }
 
 INLINE void q6_k(const uint8_t *block, unpacked *to) {
-    const uint8_t *low = block, *high = block + 128;
-    float scale = half_float(block + 208);
-    for (int half = 0; half < 2; half++, low += 64, high += 32) {
-        int8_t *codes = to->codes + 128 * half;
-        nibbles(low, 64, 32, codes);
-        for (int quarter = 0; quarter < 4; quarter++)
-            for (int i = 0; i < 32; i++)
-                codes[32 * quarter + i] = (int8_t)(codes[32 * quarter + i] + ((high[i] >> 2 * quarter & 3) << 4));
+    bytes_32 one, two, high, codes[8];
+    for (int half = 0; half < 2; half++) {
+        memcpy(&one, block + 64 * half, sizeof one);
+        memcpy(&two, block + 64 * half + 32, sizeof two);
+        memcpy(&high, block + 128 + 32 * half, sizeof high);
+        codes[4 * half] = ((one & 15) | (UP(high, 4) & 48)) - 32;
+        codes[4 * half + 1] = ((two & 15) | (UP(high, 2) & 48)) - 32;
+        codes[4 * half + 2] = ((DOWN(one, 4) & 15) | (high & 48)) - 32;
+        codes[4 * half + 3] = ((DOWN(two, 4) & 15) | (DOWN(high, 2) & 48)) - 32;
     }
-    for (int group = 0; group < 16; group++) {
-        to->scale[group] = scale * (float)(int8_t)block[192 + group];
-        to->less[group] = 0;
-    }
+    memcpy(to->codes, codes, sizeof codes);
+    store(to->scale, product(codes_at((const int8_t *)block + 192), half_at(block + 208)));
+    memset(to->less, 0, sizeof to->less);
 }
 
 INLINE void iq4(const uint8_t *bytes, float scale, int group, unpacked *to) {
@@ -176,65 +196,53 @@ INLINE void spread_q8_0(const uint8_t *block, int64_t count, sink *to) {
 }
 
 /* Codes of 4 bits, for products, in registers; a weight of 0 has no sign here, which no product shows. */
-INLINE void add_q4(const uint8_t *block, int minimum, int64_t count, sink *to) {
-    for (; count > 0; count -= 32, block += minimum ? 20 : 18) {
-        vec scale = half_at(block), least = minimum ? half_at(block + 2) : product(scale, all(-8.0f));
-        meanings values = meanings_of(scale, least);
-        take(to, lower(block + (minimum ? 4 : 2), values));
-        take(to, upper(block + (minimum ? 4 : 2), values));
-    }
+INLINE void add_q4(const uint8_t *codes, vec scale, vec least, sink *to) {
+    meanings values = meanings_of(scale, least);
+    take(to, lower(codes, values));
+    take(to, upper(codes, values));
 }
 
-/* The same with 5 bits. */
-INLINE void add_q5(const uint8_t *block, int minimum, sink *to) {
+/* The same with 5 bits, of which the fifth ones, in 4 bytes, are before the others. */
+INLINE void add_q5(const uint8_t *codes, vec scale, vec least, sink *to) {
+#if LEVEL == 4
     uint32_t fifth;
-    memcpy(&fifth, block + (minimum ? 4 : 2), sizeof fifth);
-    vec scale = half_at(block), least = minimum ? half_at(block + 2) : product(scale, all(-16.0f));
+    memcpy(&fifth, codes, sizeof fifth);
     meanings_of_5 values = meanings_of_5_bits(scale, least);
-    take(to, lower_5(block + (minimum ? 8 : 6), fifth, values));
-    take(to, upper_5(block + (minimum ? 8 : 6), fifth >> 16, values));
-}
-
-/* One bit of each of 32 bytes. */
-INLINE uint32_t bits_of(const uint8_t *bytes, int bit) {
-#if LEVEL > 1
-    return (uint32_t)_mm256_movemask_epi8(_mm256_slli_epi16(_mm256_loadu_si256((const __m256i *)bytes), 7 - bit));
+    take(to, lower_5(codes + 4, fifth, values));
+    take(to, upper_5(codes + 4, fifth >> 16, values));
 #else
-    uint32_t bits = 0;
-    for (int i = 0; i < 32; i++)
-        bits |= (uint32_t)(bytes[i] >> bit & 1) << i;
-    return bits;
+    int8_t bytes[32];
+    nibbles_and_fifths(codes, 0, bytes);
+    take(to, plus_product(codes_at(bytes), scale, least));
+    take(to, plus_product(codes_at(bytes + 16), scale, least));
 #endif
 }
 
-/* 64 columns of a block of Q5_K, with codes of 4 bits at `codes`: groups `group` and the next one. */
-INLINE void add_q5_k(const uint8_t *high, const uint8_t *codes, int group, const float *scale, const float *less, sink *to) {
-    uint32_t fifth = bits_of(high, group);
-    meanings_of_5 values = meanings_of_5_bits(all(scale[group]), all(-less[group]));
-    take(to, lower_5(codes, fifth, values));
-    take(to, lower_5(codes + 16, fifth >> 16, values));
-    fifth = bits_of(high, group + 1);
-    values = meanings_of_5_bits(all(scale[group + 1]), all(-less[group + 1]));
-    take(to, upper_5(codes, fifth, values));
-    take(to, upper_5(codes + 16, fifth >> 16, values));
+/* Q4_0 and Q5_0. Their products are exact, so that it doesn't matter when 8 or 16 is taken away. */
+#if LEVEL == 4
+INLINE void add_q4_0(const uint8_t *codes, vec scale, sink *to) {
+    meanings values = product(_mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7), scale);
+    take(to, lower(codes, values));
+    take(to, upper(codes, values));
 }
-
-/* A block of Q6_K. A weight is (code - 32) * scale, which is exact, so that it doesn't matter that 32 scales are taken
- * away at last. */
-INLINE void add_q6_k(const uint8_t *block, sink *to) {
-    const uint8_t *low = block, *high = block + 128;
-    float codes[16], scales[16];
-    store(codes, codes_at((const int8_t *)block + 192));
-    store(scales, product(load(codes), half_at(block + 208)));
-    const float *scale = scales;
-    for (int half = 0; half < 2; half++, low += 64, high += 32)
-        for (int quarter = 0; quarter < 4; quarter++)
-            for (int i = 0; i < 32; i += WIDTH, scale++) {
-                const uint8_t *at = low + quarter % 2 * 32 + i;
-                vec found = quarter < 2 ? lower_6(at, high + i, 2 * quarter) : upper_6(at, high + i, 2 * quarter);
-                take(to, plus_product(found, all(*scale), all(-32.0f * *scale)));
-            }
+INLINE void add_q5_0(const uint8_t *codes, vec scale, sink *to) {
+    uint32_t fifth;
+    memcpy(&fifth, codes, sizeof fifth);
+    scale = kept(scale);
+    meanings values = product(_mm512_setr_ps(-16, -15, -14, -13, -12, -11, -10, -9, -8, -7, -6, -5, -4, -3, -2, -1), scale);
+    vec low = lower(codes + 4, values), high = upper(codes + 4, values), more = product(scale, all(16.0f));
+    take(to, _mm512_mask_add_ps(low, (__mmask16)fifth, low, more));
+    take(to, _mm512_mask_add_ps(high, (__mmask16)(fifth >> 16), high, more));
 }
+#else
+INLINE void add_q4_0(const uint8_t *codes, vec scale, sink *to) { add_q4(codes, scale, product(scale, all(-8.0f)), to); }
+INLINE void add_q5_0(const uint8_t *codes, vec scale, sink *to) {
+    int8_t bytes[32];
+    nibbles_and_fifths(codes, 16, bytes);
+    take(to, product(codes_at(bytes), scale));
+    take(to, product(codes_at(bytes + 16), scale));
+}
+#endif
 
 /* 64 columns of a block of Q4_K: two of its groups. */
 INLINE void add_q4_k(const uint8_t *codes, const float *scale, const float *less, sink *to) {
@@ -271,8 +279,8 @@ INLINE void decode_gguf(int kind, const uint8_t *row, int64_t start, int64_t cou
     case Q8_0: spread_q8_0(row + start / 32 * 34, count, to); break;
     case Q2_K: WHOLE(16, 16, 84, q2_k(block, &one));
     case Q3_K: WHOLE(16, 16, 110, q3_k(block, &one));
-    case Q4_K: WHOLE(8, 32, 144, k_nibbles(block, NULL, block + 16, &one));
-    case Q5_K: WHOLE(8, 32, 176, k_nibbles(block, block + 16, block + 48, &one));
+    case Q4_K: WHOLE(8, 32, 144, q4_k(block, &one));
+    case Q5_K: WHOLE(8, 32, 176, q5_k(block, &one));
     case Q6_K: WHOLE(16, 16, 210, q6_k(block, &one));
     case IQ4_NL: PARTS(18, iq4(block + 2, half_float(block), group, &one));
     case IQ4_XS: WHOLE(8, 32, 136, iq4_xs(block, &one));

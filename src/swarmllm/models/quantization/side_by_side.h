@@ -3,48 +3,82 @@
  * What comes next is asked for in the order of memory: processors guess the rest then, which they can't where rows are read
  * side by side. Each kind has a function of its own: in small ones GCC keeps the sums in registers.
  */
-#define EACH_ROW(add)                                                                                        \
-    _Pragma("GCC unroll 4") for (int r = 0; r < ROWS; r++) {                                                 \
+#if LEVEL == 4
+/* The first two halves of ROWS blocks as floats in memory, from where a float for all lanes costs least: converting a whole
+ * vector takes longer than a product. */
+INLINE void read_halves(const uint8_t *blocks, int64_t bytes, float *floats) {
+    uint32_t two[ROWS];
+    for (int r = 0; r < ROWS; r++)
+        memcpy(two + r, blocks + r * bytes, sizeof *two);
+    _mm256_storeu_ps(floats, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)two)));
+    IN_MEMORY(*(float(*)[2 * ROWS])floats);
+}
+#define HALF(number) all(halves[2 * r + (number)])
+#else
+INLINE void read_halves(const uint8_t *blocks, int64_t bytes, float *floats) { (void)blocks, (void)bytes, (void)floats; }
+#define HALF(number) half_at(at + 2 * (number))
+#endif
+
+/* Written out, so that GCC keeps the sums of all rows in registers. */
+#define EACH_ROW(...)                                                                                        \
+    { ROW(0, __VA_ARGS__) ROW(1, __VA_ARGS__) ROW(2, __VA_ARGS__) ROW(3, __VA_ARGS__) }
+#define ROW(number, ...)                                                                                     \
+    {                                                                                                        \
+        enum { r = number };                                                                                 \
         const uint8_t *at = from + r * bytes;                                                                \
         (void)at;                                                                                            \
-        add;                                                                                                 \
+        __VA_ARGS__;                                                                                         \
     }
-#define SIDE_BY_SIDE(name, size, add)                                                                        \
+#define SIDE_BY_SIDE(name, size, begins_with_halves, add)                                                    \
     APART void add_##name(const weight *w, int64_t row, const float *input, vec *sums) {                     \
         int64_t bytes = row_bytes(w), group = 0;                                                             \
         const uint8_t *from = w->codes + row * bytes, *end = from + bytes, *next = from + ROWS * bytes;      \
         float scale[ROWS][8] = {{0}}, less[ROWS][8];                                                         \
+        float ALIGNED halves[2 * ROWS];                                                                      \
+        unpacked ALIGNED blocks[ROWS];                                                                       \
         sink to[ROWS];                                                                                       \
-        (void)scale, (void)less;                                                                             \
-        for (int r = 0; r < ROWS; r++)                                                                       \
-            to[r] = (sink){.writes = 0, .inputs = input, .sum = all(0.0f)};                                  \
+        (void)scale, (void)less, (void)halves, (void)blocks;                                                 \
+        EACH_ROW(to[r].writes = 0, to[r].inputs = input, to[r].sum = all(0.0f))                              \
         for (; from < end; from += (size), next += ROWS * (size), group++) {                                 \
             for (int i = 0; i < ROWS * (size); i += 64)                                                      \
                 PREFETCH(next + i);                                                                          \
+            if (begins_with_halves)                                                                          \
+                read_halves(from, bytes, halves);                                                            \
             EACH_ROW(add);                                                                                   \
         }                                                                                                    \
-        for (int r = 0; r < ROWS; r++)                                                                       \
-            sums[r] = to[r].sum;                                                                             \
+        EACH_ROW(sums[r] = to[r].sum)                                                                        \
     }
-SIDE_BY_SIDE(int8_rows, WIDTH, take(&to[r], codes_at((const int8_t *)at)))
-SIDE_BY_SIDE(q4_0_rows, 18, add_q4(at, 0, 32, &to[r]))
-SIDE_BY_SIDE(q4_1_rows, 20, add_q4(at, 1, 32, &to[r]))
-SIDE_BY_SIDE(q5_0_rows, 22, add_q5(at, 0, &to[r]))
-SIDE_BY_SIDE(q5_1_rows, 24, add_q5(at, 1, &to[r]))
-SIDE_BY_SIDE(q8_0_rows, 34, spread_q8_0(at, 32, &to[r]))
-SIDE_BY_SIDE(q4_k_rows, 144, {
+SIDE_BY_SIDE(int8_rows, WIDTH, 0, take(&to[r], codes_at((const int8_t *)at)))
+SIDE_BY_SIDE(q4_0_rows, 18, 1, add_q4_0(at + 2, HALF(0), &to[r]))
+SIDE_BY_SIDE(q4_1_rows, 20, 1, add_q4(at + 4, HALF(0), HALF(1), &to[r]))
+SIDE_BY_SIDE(q5_0_rows, 22, 1, add_q5_0(at + 2, HALF(0), &to[r]))
+SIDE_BY_SIDE(q5_1_rows, 24, 1, add_q5(at + 4, HALF(0), HALF(1), &to[r]))
+SIDE_BY_SIDE(q8_0_rows, 34, 1, {
+    take(&to[r], product(codes_at((const int8_t *)at + 2), HALF(0)));
+    take(&to[r], product(codes_at((const int8_t *)at + 18), HALF(0)));
+})
+SIDE_BY_SIDE(q4_k_rows, 144, 0, {
     k_scales(at, scale[r], less[r]);
+    IN_MEMORY(scale[r]);
+    IN_MEMORY(less[r]);
     for (int pair = 0; r == ROWS - 1 && pair < 4; pair++)
         EACH_ROW(add_q4_k(at + 16 + 32 * pair, scale[r] + 2 * pair, less[r] + 2 * pair, &to[r]));
 })
-SIDE_BY_SIDE(q5_k_rows, 176, {
-    k_scales(at, scale[r], less[r]);
-    for (int pair = 0; r == ROWS - 1 && pair < 4; pair++)
-        EACH_ROW(add_q5_k(at + 16, at + 48 + 32 * pair, 2 * pair, scale[r], less[r], &to[r]));
+SIDE_BY_SIDE(q5_k_rows, 176, 0, {
+    q5_k(at, &blocks[r]);
+    IN_MEMORY(blocks[r]);
+    for (int i = 0; r == ROWS - 1 && i < 256; i += WIDTH)
+        EACH_ROW(take(&to[r], plus_product(codes_at(blocks[r].codes + i), all(blocks[r].scale[i / 32]),
+                                           all(-blocks[r].less[i / 32]))));
 })
-SIDE_BY_SIDE(q6_k_rows, 210, add_q6_k(at, &to[r]))
-SIDE_BY_SIDE(planes_4_rows, 32, add_planes(w, row + r, group, 32, &to[r]))
-SIDE_BY_SIDE(pairs_rows, 16, { /* 32 columns, of a group of as many or more */
+SIDE_BY_SIDE(q6_k_rows, 210, 0, {
+    q6_k(at, &blocks[r]);
+    IN_MEMORY(blocks[r]);
+    for (int i = 0; r == ROWS - 1 && i < 256; i += WIDTH)
+        EACH_ROW(take(&to[r], product(codes_at(blocks[r].codes + i), all(blocks[r].scale[i / 16]))));
+})
+SIDE_BY_SIDE(planes_4_rows, 32, 0, add_planes(w, row + r, group, 32, &to[r]))
+SIDE_BY_SIDE(pairs_rows, 16, 0, { /* 32 columns, of a group of as many or more */
     int size = (int)(w->columns / w->groups);
     int column = (int)group * 32;
     if (column % size == 0)

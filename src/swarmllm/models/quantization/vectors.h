@@ -10,6 +10,14 @@ INLINE float float8(uint8_t code) {
     return code & 0x80 ? -value : value;
 }
 
+#if LEVEL > 1
+#include <immintrin.h>
+INLINE float half_float(const uint8_t *bytes) {
+    uint16_t half;
+    memcpy(&half, bytes, sizeof half);
+    return _cvtsh_ss(half);
+}
+#else
 /* The bits of a float whose exponent is 112 too small; no infinities stand here. Without a branch: signs are random. */
 INLINE float half_float(const uint8_t *bytes) {
     uint32_t half = bytes[0] | (uint32_t)bytes[1] << 8, magnitude = (half & 0x7fff) << 13, bits;
@@ -21,10 +29,9 @@ INLINE float half_float(const uint8_t *bytes) {
     memcpy(&value, &bits, sizeof value);
     return value;
 }
+#endif
 
 #if LEVEL == 4
-#include <immintrin.h>
-
 #define TILE 4
 typedef __m512 vec, part;
 
@@ -63,8 +70,6 @@ INLINE part kept(part values) { /* in a register: GCC would load it again for ea
     return values;
 }
 #elif LEVEL == 3
-#include <immintrin.h>
-
 #define TILE 3
 typedef __m256 part;
 typedef struct {
@@ -209,8 +214,8 @@ INLINE vec upper(const uint8_t *codes, meanings of) {
 }
 #endif
 
-/* Codes of 5 and 6 bits: as 4 bits of each, with 16 upper ones in `fifth`, or in two bits of as many bytes at `high`. */
 #if LEVEL == 4
+/* The same with fifth bits, of 16 codes, in `fifth`. */
 typedef struct {
     vec below, above; /* looked up by the lowest 5 bits */
 } meanings_of_5;
@@ -227,64 +232,6 @@ INLINE vec lower_5(const uint8_t *codes, uint32_t fifth, meanings_of_5 of) {
 }
 INLINE vec upper_5(const uint8_t *codes, uint32_t fifth, meanings_of_5 of) {
     return with_fifth(_mm512_srli_epi32(wide(codes), 4), fifth, of);
-}
-INLINE vec with_two_more(__m512i codes, const uint8_t *high, int shift) {
-    __m512i more = _mm512_and_si512(_mm512_slli_epi32(_mm512_srli_epi32(wide(high), shift), 4), _mm512_set1_epi32(0x30));
-    return _mm512_cvtepi32_ps(_mm512_or_si512(codes, more));
-}
-INLINE vec lower_6(const uint8_t *codes, const uint8_t *high, int shift) {
-    return with_two_more(_mm512_and_si512(wide(codes), _mm512_set1_epi32(15)), high, shift);
-}
-INLINE vec upper_6(const uint8_t *codes, const uint8_t *high, int shift) {
-    return with_two_more(_mm512_srli_epi32(wide(codes), 4), high, shift);
-}
-#else
-typedef meanings meanings_of_5;
-INLINE meanings_of_5 meanings_of_5_bits(vec scale, vec least) { return meanings_of(scale, least); }
-#if LEVEL == 3
-INLINE __m256i eight_wide(const uint8_t *codes) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)codes)); }
-INLINE __m256 eight_of_5(__m256i codes, uint32_t fifth) {
-    __m256i bits = _mm256_srlv_epi32(_mm256_set1_epi32((int)fifth), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
-    bits = _mm256_slli_epi32(_mm256_and_si256(bits, _mm256_set1_epi32(1)), 4);
-    return _mm256_cvtepi32_ps(_mm256_or_si256(codes, bits));
-}
-INLINE __m256 eight_of_6(__m256i codes, const uint8_t *high, int shift) {
-    __m256i bits = _mm256_slli_epi32(_mm256_srli_epi32(eight_wide(high), shift), 4);
-    return _mm256_cvtepi32_ps(_mm256_or_si256(codes, _mm256_and_si256(bits, _mm256_set1_epi32(0x30))));
-}
-#define LOWER(at) _mm256_and_si256(eight_wide(at), _mm256_set1_epi32(15))
-#define UPPER(at) _mm256_srli_epi32(eight_wide(at), 4)
-INLINE vec lower_5_bits(const uint8_t *codes, uint32_t fifth) {
-    return (vec){eight_of_5(LOWER(codes), fifth), eight_of_5(LOWER(codes + 8), fifth >> 8)};
-}
-INLINE vec upper_5_bits(const uint8_t *codes, uint32_t fifth) {
-    return (vec){eight_of_5(UPPER(codes), fifth), eight_of_5(UPPER(codes + 8), fifth >> 8)};
-}
-INLINE vec lower_6(const uint8_t *codes, const uint8_t *high, int shift) {
-    return (vec){eight_of_6(LOWER(codes), high, shift), eight_of_6(LOWER(codes + 8), high + 8, shift)};
-}
-INLINE vec upper_6(const uint8_t *codes, const uint8_t *high, int shift) {
-    return (vec){eight_of_6(UPPER(codes), high, shift), eight_of_6(UPPER(codes + 8), high + 8, shift)};
-}
-#else
-INLINE vec lower_5_bits(const uint8_t *codes, uint32_t fifth) {
-    EACH_LANE((float)((codes[i] & 15) | (int)(fifth >> i & 1) << 4));
-}
-INLINE vec upper_5_bits(const uint8_t *codes, uint32_t fifth) {
-    EACH_LANE((float)(codes[i] >> 4 | (int)(fifth >> i & 1) << 4));
-}
-INLINE vec lower_6(const uint8_t *codes, const uint8_t *high, int shift) {
-    EACH_LANE((float)((codes[i] & 15) | (high[i] >> shift & 3) << 4));
-}
-INLINE vec upper_6(const uint8_t *codes, const uint8_t *high, int shift) {
-    EACH_LANE((float)(codes[i] >> 4 | (high[i] >> shift & 3) << 4));
-}
-#endif
-INLINE vec lower_5(const uint8_t *codes, uint32_t fifth, meanings_of_5 of) {
-    return plus_product(lower_5_bits(codes, fifth), of.scale, of.least);
-}
-INLINE vec upper_5(const uint8_t *codes, uint32_t fifth, meanings_of_5 of) {
-    return plus_product(upper_5_bits(codes, fifth), of.scale, of.least);
 }
 #endif
 
