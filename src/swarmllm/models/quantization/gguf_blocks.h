@@ -52,6 +52,26 @@ INLINE void nibbles_and_fifths(const uint8_t *bytes, int zero, int8_t *codes) {
 #endif
 }
 
+/* The same as floats. */
+INLINE void codes_of_5(const uint8_t *bytes, int zero, vec *codes) {
+#if LEVEL == 4
+    uint32_t fifth;
+    memcpy(&fifth, bytes, sizeof fifth);
+    __m128i two = _mm_loadu_si128((const __m128i *)(bytes + 4));
+    __m256i four = _mm256_and_si256(_mm256_set_m128i(_mm_srli_epi16(two, 4), two), _mm256_set1_epi8(15));
+    __m256i with = _mm256_add_epi8(four, _mm256_set1_epi8((char)(16 - zero)));
+    four = zero ? _mm256_add_epi8(four, _mm256_set1_epi8((char)-zero)) : four;
+    four = _mm256_mask_mov_epi8(four, fifth, with);
+    codes[0] = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(four)));
+    codes[1] = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(four, 1)));
+#else
+    int8_t in_memory[32];
+    nibbles_and_fifths(bytes, zero, in_memory);
+    codes[0] = codes_at(in_memory);
+    codes[1] = codes_at(in_memory + 16);
+#endif
+}
+
 INLINE void q5(const uint8_t *block, int zero, int minimum, int group, unpacked *to) {
     to->scale[group] = half_float(block);
     to->less[group] = minimum ? -half_float(block + 2) : 0;
@@ -204,45 +224,28 @@ INLINE void add_q4(const uint8_t *codes, vec scale, vec least, sink *to) {
 
 /* The same with 5 bits, of which the fifth ones, in 4 bytes, are before the others. */
 INLINE void add_q5(const uint8_t *codes, vec scale, vec least, sink *to) {
-#if LEVEL == 4
-    uint32_t fifth;
-    memcpy(&fifth, codes, sizeof fifth);
-    meanings_of_5 values = meanings_of_5_bits(scale, least);
-    take(to, lower_5(codes + 4, fifth, values));
-    take(to, upper_5(codes + 4, fifth >> 16, values));
-#else
-    int8_t bytes[32];
-    nibbles_and_fifths(codes, 0, bytes);
-    take(to, plus_product(codes_at(bytes), scale, least));
-    take(to, plus_product(codes_at(bytes + 16), scale, least));
-#endif
+    vec bytes[2];
+    codes_of_5(codes, 0, bytes);
+    take(to, plus_product(bytes[0], scale, least));
+    take(to, plus_product(bytes[1], scale, least));
 }
 
-/* Q4_0 and Q5_0. Their products are exact, so that it doesn't matter when 8 or 16 is taken away. */
-#if LEVEL == 4
+/* Q4_0 and Q5_0, with the scale and the scale once more. Their products are exact. */
 INLINE void add_q4_0(const uint8_t *codes, vec scale, sink *to) {
+#if LEVEL == 4
     meanings values = product(_mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7), scale);
     take(to, lower(codes, values));
     take(to, upper(codes, values));
-}
-INLINE void add_q5_0(const uint8_t *codes, vec scale, sink *to) {
-    uint32_t fifth;
-    memcpy(&fifth, codes, sizeof fifth);
-    scale = kept(scale);
-    meanings values = product(_mm512_setr_ps(-16, -15, -14, -13, -12, -11, -10, -9, -8, -7, -6, -5, -4, -3, -2, -1), scale);
-    vec low = lower(codes + 4, values), high = upper(codes + 4, values), more = product(scale, all(16.0f));
-    take(to, _mm512_mask_add_ps(low, (__mmask16)fifth, low, more));
-    take(to, _mm512_mask_add_ps(high, (__mmask16)(fifth >> 16), high, more));
-}
 #else
-INLINE void add_q4_0(const uint8_t *codes, vec scale, sink *to) { add_q4(codes, scale, product(scale, all(-8.0f)), to); }
-INLINE void add_q5_0(const uint8_t *codes, vec scale, sink *to) {
-    int8_t bytes[32];
-    nibbles_and_fifths(codes, 16, bytes);
-    take(to, product(codes_at(bytes), scale));
-    take(to, product(codes_at(bytes + 16), scale));
-}
+    add_q4(codes, scale, product(scale, all(-8.0f)), to);
 #endif
+}
+INLINE void add_q5_0(const uint8_t *codes, vec scale, vec again, sink *to) {
+    vec bytes[2];
+    codes_of_5(codes, 16, bytes);
+    take(to, product(bytes[0], scale));
+    take(to, product(bytes[1], again));
+}
 
 /* 64 columns of a block of Q4_K: two of its groups. */
 INLINE void add_q4_k(const uint8_t *codes, const float *scale, const float *less, sink *to) {

@@ -253,8 +253,9 @@ void OF_LEVEL(multiply)(const weight *w, int64_t start, int64_t end, const float
             for (; num == 1 && by_one && row + ROWS <= stop; row += ROWS) {
                 vec sums[ROWS];
                 by_one(w, row, from, sums);
-                for (int r = 0; r < ROWS; r++)
-                    to[row + r] = sum_of(sums[r]) * (bare ? scale_of(w, row + r, 0) : 1.0f);
+                sums_of_four(sums, to + row);
+                for (int r = 0; bare && r < ROWS; r++)
+                    to[row + r] *= scale_of(w, row + r, 0);
             }
             for (; num > 1 && bare && row + ROWS <= stop; row += ROWS)
                 multiply_rows(w, row, ROWS, 1, from, num, to, stride);

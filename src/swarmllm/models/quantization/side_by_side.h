@@ -3,20 +3,27 @@
  * What comes next is asked for in the order of memory: processors guess the rest then, which they can't where rows are read
  * side by side. Each kind has a function of its own: in small ones GCC keeps the sums in registers.
  */
+enum halves { NONE, ONE, TWO };
+
 #if LEVEL == 4
-/* The first two halves of ROWS blocks as floats in memory, from where a float for all lanes costs least: converting a whole
- * vector takes longer than a product. */
-INLINE void read_halves(const uint8_t *blocks, int64_t bytes, float *floats) {
+/* Halves at the begin of ROWS blocks as floats in memory: `TWO`, or `ONE` twice. Each is read but once there, so that GCC makes
+ * it a part of the instruction that multiplies by it: any other way to get it into all lanes takes as long as a product. */
+INLINE void read_halves(const uint8_t *blocks, int64_t bytes, int num, float *floats) {
     uint32_t two[ROWS];
     for (int r = 0; r < ROWS; r++)
         memcpy(two + r, blocks + r * bytes, sizeof *two);
-    _mm256_storeu_ps(floats, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)two)));
+    __m256 read = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)two));
+    _mm256_storeu_ps(floats, num == ONE ? _mm256_moveldup_ps(read) : read);
     IN_MEMORY(*(float(*)[2 * ROWS])floats);
 }
-#define HALF(number) all(halves[2 * r + (number)])
+#define FIRST all(halves[2 * r])
+#define SECOND all(halves[2 * r + 1])
+#define AGAIN SECOND
 #else
-INLINE void read_halves(const uint8_t *blocks, int64_t bytes, float *floats) { (void)blocks, (void)bytes, (void)floats; }
-#define HALF(number) half_at(at + 2 * (number))
+#define read_halves(blocks, bytes, num, floats) (void)0
+#define FIRST half_at(at)
+#define SECOND half_at(at + 2)
+#define AGAIN FIRST
 #endif
 
 /* Written out, so that GCC keeps the sums of all rows in registers. */
@@ -29,7 +36,7 @@ INLINE void read_halves(const uint8_t *blocks, int64_t bytes, float *floats) { (
         (void)at;                                                                                            \
         __VA_ARGS__;                                                                                         \
     }
-#define SIDE_BY_SIDE(name, size, begins_with_halves, add)                                                    \
+#define SIDE_BY_SIDE(name, size, num_halves, add)                                                            \
     APART void add_##name(const weight *w, int64_t row, const float *input, vec *sums) {                     \
         int64_t bytes = row_bytes(w), group = 0;                                                             \
         const uint8_t *from = w->codes + row * bytes, *end = from + bytes, *next = from + ROWS * bytes;      \
@@ -42,43 +49,43 @@ INLINE void read_halves(const uint8_t *blocks, int64_t bytes, float *floats) { (
         for (; from < end; from += (size), next += ROWS * (size), group++) {                                 \
             for (int i = 0; i < ROWS * (size); i += 64)                                                      \
                 PREFETCH(next + i);                                                                          \
-            if (begins_with_halves)                                                                          \
-                read_halves(from, bytes, halves);                                                            \
+            if (num_halves != NONE)                                                                          \
+                read_halves(from, bytes, num_halves, halves);                                                \
             EACH_ROW(add);                                                                                   \
         }                                                                                                    \
         EACH_ROW(sums[r] = to[r].sum)                                                                        \
     }
-SIDE_BY_SIDE(int8_rows, WIDTH, 0, take(&to[r], codes_at((const int8_t *)at)))
-SIDE_BY_SIDE(q4_0_rows, 18, 1, add_q4_0(at + 2, HALF(0), &to[r]))
-SIDE_BY_SIDE(q4_1_rows, 20, 1, add_q4(at + 4, HALF(0), HALF(1), &to[r]))
-SIDE_BY_SIDE(q5_0_rows, 22, 1, add_q5_0(at + 2, HALF(0), &to[r]))
-SIDE_BY_SIDE(q5_1_rows, 24, 1, add_q5(at + 4, HALF(0), HALF(1), &to[r]))
-SIDE_BY_SIDE(q8_0_rows, 34, 1, {
-    take(&to[r], product(codes_at((const int8_t *)at + 2), HALF(0)));
-    take(&to[r], product(codes_at((const int8_t *)at + 18), HALF(0)));
+SIDE_BY_SIDE(int8_rows, WIDTH, NONE, take(&to[r], codes_at((const int8_t *)at)))
+SIDE_BY_SIDE(q4_0_rows, 18, ONE, add_q4_0(at + 2, FIRST, &to[r]))
+SIDE_BY_SIDE(q4_1_rows, 20, TWO, add_q4(at + 4, FIRST, SECOND, &to[r]))
+SIDE_BY_SIDE(q5_0_rows, 22, ONE, add_q5_0(at + 2, FIRST, AGAIN, &to[r]))
+SIDE_BY_SIDE(q5_1_rows, 24, TWO, add_q5(at + 4, FIRST, SECOND, &to[r]))
+SIDE_BY_SIDE(q8_0_rows, 34, ONE, {
+    take(&to[r], product(codes_at((const int8_t *)at + 2), FIRST));
+    take(&to[r], product(codes_at((const int8_t *)at + 18), AGAIN));
 })
-SIDE_BY_SIDE(q4_k_rows, 144, 0, {
+SIDE_BY_SIDE(q4_k_rows, 144, NONE, {
     k_scales(at, scale[r], less[r]);
     IN_MEMORY(scale[r]);
     IN_MEMORY(less[r]);
     for (int pair = 0; r == ROWS - 1 && pair < 4; pair++)
         EACH_ROW(add_q4_k(at + 16 + 32 * pair, scale[r] + 2 * pair, less[r] + 2 * pair, &to[r]));
 })
-SIDE_BY_SIDE(q5_k_rows, 176, 0, {
+SIDE_BY_SIDE(q5_k_rows, 176, NONE, {
     q5_k(at, &blocks[r]);
     IN_MEMORY(blocks[r]);
     for (int i = 0; r == ROWS - 1 && i < 256; i += WIDTH)
         EACH_ROW(take(&to[r], plus_product(codes_at(blocks[r].codes + i), all(blocks[r].scale[i / 32]),
                                            all(-blocks[r].less[i / 32]))));
 })
-SIDE_BY_SIDE(q6_k_rows, 210, 0, {
+SIDE_BY_SIDE(q6_k_rows, 210, NONE, {
     q6_k(at, &blocks[r]);
     IN_MEMORY(blocks[r]);
     for (int i = 0; r == ROWS - 1 && i < 256; i += WIDTH)
         EACH_ROW(take(&to[r], product(codes_at(blocks[r].codes + i), all(blocks[r].scale[i / 16]))));
 })
-SIDE_BY_SIDE(planes_4_rows, 32, 0, add_planes(w, row + r, group, 32, &to[r]))
-SIDE_BY_SIDE(pairs_rows, 16, 0, { /* 32 columns, of a group of as many or more */
+SIDE_BY_SIDE(planes_4_rows, 32, NONE, add_planes(w, row + r, group, 32, &to[r]))
+SIDE_BY_SIDE(pairs_rows, 16, NONE, { /* 32 columns, of a group of as many or more */
     int size = (int)(w->columns / w->groups);
     int column = (int)group * 32;
     if (column % size == 0)

@@ -60,7 +60,10 @@ INLINE vec half_at(const uint8_t *bits) {
     memcpy(&half, bits, sizeof half);
     return halves(_mm256_set1_epi16(half));
 }
-INLINE float sum_of(vec values) { return _mm512_reduce_add_ps(values); }
+INLINE __m128 four_sums(vec values) {
+    __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(values), _mm512_extractf32x8_ps(values, 1));
+    return _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+}
 
 INLINE part load_part(const float *from) { return load(from); }
 INLINE part codes_of_part(const int8_t *codes) { return codes_at(codes); }
@@ -128,11 +131,9 @@ INLINE __m256 eight_upper(const uint8_t *codes) {
 }
 INLINE vec lower_bits(const uint8_t *codes) { return (vec){eight_lower(codes), eight_lower(codes + 8)}; }
 INLINE vec upper_bits(const uint8_t *codes) { return (vec){eight_upper(codes), eight_upper(codes + 8)}; }
-INLINE float sum_of(vec values) {
+INLINE __m128 four_sums(vec values) {
     __m256 eight = _mm256_add_ps(values.low, values.high);
-    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-    four = _mm_add_ps(four, _mm_movehl_ps(four, four));
-    return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+    return _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
 }
 
 INLINE part load_part(const float *from) { return _mm256_loadu_ps(from); }
@@ -214,24 +215,21 @@ INLINE vec upper(const uint8_t *codes, meanings of) {
 }
 #endif
 
-#if LEVEL == 4
-/* The same with fifth bits, of 16 codes, in `fifth`. */
-typedef struct {
-    vec below, above; /* looked up by the lowest 5 bits */
-} meanings_of_5;
-INLINE meanings_of_5 meanings_of_5_bits(vec scale, vec least) {
-    const vec above = _mm512_setr_ps(16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31);
-    return (meanings_of_5){meanings_of(scale, least), plus_product(above, scale, least)};
+#if LEVEL > 1
+INLINE float sum_of(vec values) {
+    __m128 four = four_sums(values), two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
-INLINE vec with_fifth(__m512i codes, uint32_t fifth, meanings_of_5 of) {
-    codes = _mm512_mask_or_epi32(codes, (__mmask16)fifth, codes, _mm512_set1_epi32(16));
-    return _mm512_permutex2var_ps(of.below, codes, of.above);
+/* sum_of() each of four, to the last bit. */
+INLINE void sums_of_four(const vec *values, float *sums) {
+    __m128 a = four_sums(values[0]), b = four_sums(values[1]), c = four_sums(values[2]), d = four_sums(values[3]);
+    __m128 ab = _mm_add_ps(_mm_movelh_ps(a, b), _mm_movehl_ps(b, a)), cd = _mm_add_ps(_mm_movelh_ps(c, d), _mm_movehl_ps(d, c));
+    _mm_storeu_ps(sums, _mm_add_ps(_mm_shuffle_ps(ab, cd, 0x88), _mm_shuffle_ps(ab, cd, 0xdd)));
 }
-INLINE vec lower_5(const uint8_t *codes, uint32_t fifth, meanings_of_5 of) {
-    return with_fifth(_mm512_and_si512(wide(codes), _mm512_set1_epi32(15)), fifth, of);
-}
-INLINE vec upper_5(const uint8_t *codes, uint32_t fifth, meanings_of_5 of) {
-    return with_fifth(_mm512_srli_epi32(wide(codes), 4), fifth, of);
+#else
+INLINE void sums_of_four(const vec *values, float *sums) {
+    for (int i = 0; i < 4; i++)
+        sums[i] = sum_of(values[i]);
 }
 #endif
 
