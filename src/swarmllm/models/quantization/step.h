@@ -250,43 +250,64 @@ INLINE float one_kept_at(const void *from, int64_t at, int kind) {
 
 #define QUERIES 4 /* heads of queries that share keys, at a time */
 
+#define AT_ONCE (LEVEL == 4 ? 4 : 1) /* keys, or vectors of a value, whose sums fit into the registers */
+
 /* Queries `[num, size]` of heads that share `keys` `[count, size]`: their products. `num` and `kind` are constants. */
 INLINE void score(const float *queries, const void *keys, int64_t count, int64_t size, int num, int kind, float *scores) {
-    int64_t whole = size / WIDTH * WIDTH;
-    for (int64_t j = 0; j < count; j++) {
-        vec sums[QUERIES];
+    int64_t whole = size / WIDTH * WIDTH, most;
+    for (int64_t j = 0; j < count; j += most) {
+        vec sums[QUERIES][4];
+        float totals[4];
+        most = count - j < AT_ONCE ? 1 : AT_ONCE;
         for (int q = 0; q < num; q++)
-            sums[q] = all(0.0f);
-        for (int64_t i = 0; i < whole; i += WIDTH) {
-            vec key = kept_at(keys, j * size + i, kind);
-            for (int q = 0; q < num; q++)
-                sums[q] = plus_product(key, load(queries + q * size + i), sums[q]);
-        }
+            for (int k = 0; k < AT_ONCE; k++)
+                sums[q][k] = all(0.0f);
+        for (int64_t i = 0; i < whole; i += WIDTH)
+            for (int k = 0; k < AT_ONCE && k < most; k++) {
+                vec key = kept_at(keys, (j + k) * size + i, kind);
+                for (int q = 0; q < num; q++)
+                    sums[q][k] = plus_product(key, load(queries + q * size + i), sums[q][k]);
+            }
         for (int q = 0; q < num; q++) {
-            float total = sum_of(sums[q]);
-            for (int64_t i = whole; i < size; i++)
-                total += queries[q * size + i] * one_kept_at(keys, j * size + i, kind);
-            scores[q * count + j] = total;
+            if (most == 4)
+                sums_of_four(sums[q], totals);
+            else
+                totals[0] = sum_of(sums[q][0]);
+            for (int64_t k = 0; k < most; k++) {
+                for (int64_t i = whole; i < size; i++)
+                    totals[k] += queries[q * size + i] * one_kept_at(keys, (j + k) * size + i, kind);
+                scores[q * count + j + k] = totals[k];
+            }
         }
     }
 }
 
+/* Sums of the columns [start, start + vectors * WIDTH) of `values`. */
+INLINE void blend_columns(const float *weights, const void *values, int64_t count, int64_t size, int num, int kind,
+                          int64_t start, int vectors, float *out) {
+    vec sums[QUERIES][4];
+    for (int q = 0; q < num; q++)
+        for (int v = 0; v < vectors; v++)
+            sums[q][v] = all(0.0f);
+    for (int64_t j = 0; j < count; j++)
+        for (int v = 0; v < vectors; v++) {
+            vec value = kept_at(values, j * size + start + v * WIDTH, kind);
+            for (int q = 0; q < num; q++)
+                sums[q][v] = plus_product(value, all(weights[q * count + j]), sums[q][v]);
+        }
+    for (int q = 0; q < num; q++)
+        for (int v = 0; v < vectors; v++)
+            store(out + q * size + start + v * WIDTH, sums[q][v]);
+}
+
 /* Sums of `values` `[count, size]` by their `weights`. */
 INLINE void blend(const float *weights, const void *values, int64_t count, int64_t size, int num, int kind, float *out) {
-    int64_t whole = size / WIDTH * WIDTH;
-    for (int64_t i = 0; i < whole; i += WIDTH) {
-        vec sums[QUERIES];
-        for (int q = 0; q < num; q++)
-            sums[q] = all(0.0f);
-        for (int64_t j = 0; j < count; j++) {
-            vec value = kept_at(values, j * size + i, kind);
-            for (int q = 0; q < num; q++)
-                sums[q] = plus_product(value, all(weights[q * count + j]), sums[q]);
-        }
-        for (int q = 0; q < num; q++)
-            store(out + q * size + i, sums[q]);
-    }
-    for (int64_t i = whole; i < size; i++)
+    int64_t i = 0;
+    for (; i + AT_ONCE * WIDTH <= size; i += AT_ONCE * WIDTH)
+        blend_columns(weights, values, count, size, num, kind, i, AT_ONCE, out);
+    for (; i + WIDTH <= size; i += WIDTH)
+        blend_columns(weights, values, count, size, num, kind, i, 1, out);
+    for (; i < size; i++)
         for (int q = 0; q < num; q++) {
             float total = 0.0f;
             for (int64_t j = 0; j < count; j++)
