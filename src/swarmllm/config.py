@@ -336,8 +336,8 @@ class ClientConfig(SwarmConfig):
     head: str = in_file("none")
     """Rounding of the head's weights for writing text: none or int8. "none" rounds nothing: a head that the checkpoint
     stores in few bits is multiplied by as it is stored. "int8" reads half the memory of bfloat16 for each token, which
-    pays for large vocabularies, and may change a token in rare places. It takes half as much memory in addition.
-    Training uses the exact weights."""
+    pays for large vocabularies, and may change a token in rare places. Both copies take memory in addition: as much as
+    the file's, or half of bfloat16's. Training uses the exact weights."""
     verify_fraction: float = in_file(0.0)
     """Share of steps and forwards to recompute on other servers, 0 to 1, to find servers that lie. Forwards are relayed
     then, even if `push` is true: otherwise a server could show this client one result and pass on another.

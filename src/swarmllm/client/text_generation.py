@@ -4,10 +4,12 @@ Commands and gateway decide themselves how tokens are chosen. Of a checkpoint's 
 the fields that are listed here.
 """
 
+import asyncio
 import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from swarmllm.command_line import announced_imports
@@ -72,12 +74,14 @@ def with_model_here(argv: Sequence[str] | None) -> list[str]:
     """The words of a command, with the one model of the swarm of this machine (`swarmllm up`) if they name none."""
     words = list(sys.argv[1:] if argv is None else argv)
     flags = {word.partition("=")[0].replace("-", "_").replace("__", "--", 1) for word in words if word[:2] == "--"}
-    if FINDS_MODEL & flags or default_initial_peers():
+    if FINDS_MODEL & flags or {"-h", "--help"} & set(words) or default_initial_peers():
         return words
-    from swarmllm.network.p2p.discovery import places_here  # takes 0.2 s, and --help needs none
+    from swarmllm.network.p2p.discovery import find_swarm_here  # takes 0.2 s, and --help needs none
 
-    places = places_here()
-    return ["--model", places[0], *words] if len(places) == 1 else words
+    here = asyncio.run(find_swarm_here())
+    if here is None or len(here.places) != 1 or not here.places[0] or not Path(here.places[0]).exists():
+        return words
+    return ["--model", here.places[0], *words]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -340,7 +340,7 @@ class Agent:
         swarm, peers = self.swarm, list(self.peer.join_maddrs)
         told = {
             "name": swarm.name or swarm.swarm_id[-8:], "swarm_name": swarm.swarm_id, "initial_peers": peers,
-            "models": models, "places": sorted(str(one.place) for one in self._models.wanted.values() if one.place),
+            "models": models, "places": sorted(str(one.place or "") for one in self._models.wanted.values()),
         }  # fmt: skip
         if told != self._told:
             self._state.write(HERE_FILE, told)
@@ -361,7 +361,7 @@ class Agent:
         if members != self.records:
             self._reunion.note(self.records, members, now)
             self.records = members
-            addresses = [f"{addr}/p2p/{peer_id}" for peer_id, one in members.items() for addr in one.addrs[:2]]
+            addresses = [maddr for one in members.values() for maddr in one.initial_peers[:2]]
             if addresses:
                 self._state.write("peers.json", addresses[:64])
             self._note_change()
@@ -536,7 +536,7 @@ class Agent:
 
     def invite(self) -> str:
         """The word that makes another machine a member."""
-        others = [f"{addr}/p2p/{peer_id}" for peer_id, one in self.records.items() for addr in one.addrs[:1]]
+        others = [maddr for one in self.records.values() for maddr in one.initial_peers[:1]]
         known = [*self.peer.join_maddrs, *others]
         return str(self.swarm.invite([maddr for maddr in known if not is_loopback(maddr)] or known))
 

@@ -33,6 +33,7 @@ from swarmllm.data_structures import printable
 from swarmllm.errors import ConfigurationError, PeerError, SwarmError
 from swarmllm.invite import Invite
 from swarmllm.machines.state import StateDirectory
+from swarmllm.network.p2p.addresses import usable_peers
 from swarmllm.network.p2p.discovery import FoundPeer, find_machines, initial_peers_of
 from swarmllm.network.p2p.identity import Identity
 from swarmllm.network.p2p.peer import Peer
@@ -126,7 +127,7 @@ async def find_membership(
                 f"this machine is in the swarm {swarm} already, and didn't found it with --private: leave --private "
                 f"out, or remove {state.swarm_key_path} first, to leave that swarm"
             )
-        known = tuple(one for one in state.read("peers.json", []) if isinstance(one, str))
+        known = tuple(usable_peers(one for one in state.read("peers.json", []) if isinstance(one, str)))
         return Membership(before, str(said.get("name", "")), said.get("open") is True, known)
     return (None if private else await join()) or Membership(Identity.generate(), name, is_open=not private)
 

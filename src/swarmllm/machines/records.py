@@ -17,6 +17,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from swarmllm.data_structures import MAX_ADDRS, MAX_BLOCKS, Milliseconds, PeerModel, PeerText
+from swarmllm.network.p2p.addresses import usable_peers
 from swarmllm.network.p2p.identity import Identity, verify
 
 MAX_WANTED = 4
@@ -147,6 +148,11 @@ class MachineRecord(PeerModel):
     page: Annotated[PeerText, Field(max_length=128)] = ""
     """Address of its page."""
     version: Annotated[PeerText, Field(max_length=32)] = ""
+
+    @property
+    def initial_peers(self) -> list[str]:
+        """The addresses by which others can join through this machine."""
+        return usable_peers(f"{addr}/p2p/{self.peer_id}" for addr in self.addrs)
 
     def is_member(self, swarm_id: str) -> bool:
         """True if a member of the swarm admitted this peer id. `swarm_id` is the swarm key's peer id."""

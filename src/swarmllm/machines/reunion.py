@@ -28,13 +28,13 @@ class Reunion:
 
     def __init__(self, peer: Peer, swarm_id: str, *, on_lan: bool) -> None:
         self._peer, self._swarm_id, self._on_lan = peer, swarm_id, on_lan
-        self.lost: dict[str, tuple[tuple[str, ...], float]] = {}
+        self.lost: dict[str, tuple[list[str], float]] = {}
         """Addresses of members that can't be found, and since when; those that were dialled last at the end."""
 
     def note(self, before: Mapping[str, MachineRecord], now: Mapping[str, MachineRecord], at: float) -> None:
         """Note the members of two looks."""
         for peer_id in before.keys() - now.keys():
-            self.lost[peer_id] = before[peer_id].addrs, at
+            self.lost[peer_id] = before[peer_id].initial_peers[:2], at
         for peer_id, (_, since) in tuple(self.lost.items()):
             if peer_id in now or at - since > LOST_S:
                 del self.lost[peer_id]
@@ -58,7 +58,7 @@ class Reunion:
         for peer_id in tuple(islice(self.lost, DIALLED)):
             addrs, since = self.lost.pop(peer_id)
             self.lost[peer_id] = addrs, since
-            addresses += [f"{addr}/p2p/{peer_id}" for addr in addrs[:2]]
+            addresses += addrs
         if self._on_lan and lan_addresses(self._peer.addrs)[0]:
             found = await find_machines(lambda peer: peer.fingerprint == self._swarm_id)
             addresses += initial_peers_of([peer for peer in found if peer.fingerprint == self._swarm_id])

@@ -271,10 +271,12 @@ class SpareProcess:
 
     async def close(self) -> None:
         """End it, if there is one."""
-        if self._starting is not None:
-            process = await self.take()
-            await _end(process)
-            _close_pipes(process)
+        starting, self._starting = self._starting, None
+        if starting is not None:
+            with suppress(OSError):  # it could not be started
+                process = await starting
+                await _end(process)
+                _close_pipes(process)
 
 
 async def _pass_on(stream: asyncio.StreamReader, tell: Callable[[str], None]) -> None:

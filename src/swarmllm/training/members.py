@@ -23,6 +23,7 @@ from pydantic import Field, ValidationError
 from swarmllm.data_structures import MAX_ADDRS, PeerModel, PeerText
 from swarmllm.errors import ConfigurationError, LocalProtocolError, PeerError, RemoteProtocolError, SwarmError
 from swarmllm.files import read_text, replace_file, replaced
+from swarmllm.network.p2p.addresses import usable_peers
 from swarmllm.network.p2p.block_directory import run_key
 from swarmllm.network.p2p.identity import Identity
 from swarmllm.network.p2p.peer import Peer
@@ -66,6 +67,8 @@ DIALLED = 4
 RECORD_S = 60.0
 """Lifetime of a record. It is renewed at every third of it."""
 GREETING_S = 10.0
+WAYS = 4
+"""Most addresses of a home by which it is looked for."""
 MAX_KEPT_ADDRS = 64
 TELL_WAIT_S = 60.0
 """Seconds between two lines that say which homes are missing."""
@@ -346,16 +349,20 @@ class Members:
 
     async def _keep_meeting(self) -> None:
         """Dial homes that have left: if they went on elsewhere, both find each other's records then."""
+        dialled_at: dict[str, float] = {}
         while True:
             await asyncio.sleep(REUNION_S)
-            lost = [home for home in self._homes if home not in self._streams and home not in self._dialling]
-            for home in lost[:DIALLED]:
-                self._homes[home] = self._homes.pop(home)  # the others come first next time
-                with suppress(SwarmError):  # also what a member calls its address
-                    await self.peer.meet(self._ways_to(home))
+            here = self._streams.keys() | self._dialling.keys()
+            lost = {home: ways for home in self._homes if home not in here and (ways := self._ways_to(home))}
+            dialled_at = {home: dialled_at.get(home, 0.0) for home in lost}
+            for home in sorted(lost, key=dialled_at.__getitem__)[:DIALLED]:
+                dialled_at[home] = time.monotonic()
+                with suppress(PeerError):
+                    await self.peer.meet(lost[home])
 
     def _ways_to(self, home: str) -> list[str]:
-        return [f"{addr}/p2p/{home}" for addr in self._homes[home]]
+        """Its addresses, as far as they make sense: a member may announce anything."""
+        return usable_peers(f"{addr}/p2p/{home}" for addr in self._homes[home])[:WAYS]
 
     async def _look(self) -> None:
         for peer_id, text in (await self.peer.dht_read(run_key(self.me.run.peer_id))).items():
@@ -377,9 +384,9 @@ class Members:
 
     def _keep_addresses(self, peer_id: str, addrs: tuple[str, ...]) -> None:
         """Write down where this member is: this home may start again when those of its invite have left."""
-        if self._homes.get(peer_id) != addrs:
-            self._homes.pop(peer_id, None)
-            self._homes[peer_id] = addrs
+        before = self._homes.pop(peer_id, None)
+        self._homes[peer_id] = addrs  # at the end, as the one that was seen last
+        if before != addrs:
             while len(self._homes) > MAX_KEPT_ADDRS:
                 del self._homes[next(iter(self._homes))]
             newest_first = [maddr for home in reversed(self._homes) for maddr in self._ways_to(home)]
@@ -712,7 +719,7 @@ class Members:
 def saved_homes(directory: Path) -> list[str]:
     """Addresses of the members that were there before this process."""
     path = directory / HOMES_FILE
-    return read_text(path).split() if path.exists() else []
+    return usable_peers(read_text(path).split()) if path.exists() else []
 
 
 def _known_homes(directory: Path) -> dict[str, tuple[str, ...]]:

@@ -217,6 +217,7 @@ class Together:
                 raise
             logger.warning("no other home can be reached, so this one goes on alone and looks for them: %s", error)
             await members.start(**network)
+            members.peer.join_by([*peers, *met])
         if (port := port_of(members.peer.addrs)) is not None:
             replace_file(noted, f"{port}\n")
         secret = key.key.private_bytes_raw().hex()

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -96,9 +97,10 @@ async def test_the_agent_of_this_machine_is_found_while_it_listens(
     agent = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
     port = agent.sockets[0].getsockname()[1]
     told = {"name": "ho\x1bme", "swarm_name": "s", "initial_peers": [f"/ip4/127.0.0.1/tcp/{port}/p2p/12D3"]}
+    told["places"] = ["/models/a"]
     (tmp_path / HERE_FILE).write_text(json.dumps({**told, "models": {"f": "org/model"}}))
     found = await find_swarm_here()
-    assert found == SwarmHere("ho?me", "s", tuple(told["initial_peers"]), {"f": "org/model"})
+    assert found == SwarmHere("ho?me", "s", tuple(told["initial_peers"]), {"f": "org/model"}, ("/models/a",))
     for damaged in ("", "[]", json.dumps(told), json.dumps({**told, "models": []})):
         (tmp_path / HERE_FILE).write_text(damaged)
         assert await find_swarm_here() is None
@@ -116,13 +118,24 @@ def test_a_command_without_a_model_takes_the_one_of_this_machine(
     assert with_model_here(["--seed", "1"]) == ["--seed", "1"]
     file = tmp_path / "model.gguf"
     file.touch()
-    (tmp_path / HERE_FILE).write_text(json.dumps({"places": [str(file)]}))
-    assert with_model_here(["--seed", "1"]) == ["--model", str(file), "--seed", "1"]
-    for words in (["--model", "m"], ["--model=m"], ["--config", "f"], ["--initial-peers", "a"], ["--initial_peers=a"]):
-        assert with_model_here(words) == words
-    for places in ([str(file), str(tmp_path)], [str(tmp_path / "gone")], [], 3, [3]):
-        (tmp_path / HERE_FILE).write_text(json.dumps({"places": places}))
-        assert with_model_here([]) == []
+    with socket.create_server(("127.0.0.1", 0)) as agent:
+        maddr = f"/ip4/127.0.0.1/tcp/{agent.getsockname()[1]}/p2p/12D3"
+
+        def told(places: Any) -> str:
+            here = {"name": "home", "swarm_name": "s", "initial_peers": [maddr], "models": {}, "places": places}
+            return json.dumps(here)
+
+        (tmp_path / HERE_FILE).write_text(told([str(file)]))
+        assert with_model_here(["--seed", "1"]) == ["--model", str(file), "--seed", "1"]
+        asked = (["--model", "m"], ["--model=m"], ["--config", "f"], ["--initial-peers", "a"], ["--initial_peers=a"])
+        for words in (*asked, ["--help"], ["-h"]):
+            assert with_model_here(words) == words
+        others = [str(file), str(tmp_path)], [str(file), ""], [""], [str(tmp_path / "gone")], [], 3, [3]
+        for places in others:  # of two models, which one is meant isn't known
+            (tmp_path / HERE_FILE).write_text(told(places))
+            assert with_model_here([]) == []
+        (tmp_path / HERE_FILE).write_text(told([str(file)]))
+    assert with_model_here([]) == [], "the agent was killed"
 
 
 @pytest.mark.parametrize(
@@ -139,7 +152,7 @@ async def test_a_client_on_a_machine_of_a_swarm_uses_that_swarm(
 ) -> None:
     async def here() -> SwarmHere | None:
         models = looks.pop(0)
-        return None if models is None else SwarmHere("home", SWARM, ("here",), models)
+        return None if models is None else SwarmHere("home", SWARM, ("here",), models, ())
 
     async def find_swarm(*_: Any, **__: Any) -> tuple[str, ...]:
         raise MissingBlocksError("no swarm")

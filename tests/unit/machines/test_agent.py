@@ -10,7 +10,7 @@ import pytest
 from swarmllm.errors import ConfigurationError
 from swarmllm.machines import agent as agent_module
 from swarmllm.machines.agent import Agent, Offer
-from swarmllm.machines.membership import Membership, key_of_hex
+from swarmllm.machines.membership import Membership, find_membership, key_of_hex
 from swarmllm.machines.records import (
     MAX_WANTED,
     Command,
@@ -204,11 +204,33 @@ async def test_programs_on_this_machine_are_told_how_to_reach_the_swarm(agent: A
     told = agent._state.read("here.json", {})
     assert told == {
         "name": "home", "swarm_name": SWARM.peer_id, "initial_peers": list(FakePeer.join_maddrs),
-        "models": {"f" * 64: "a"}, "places": [],
+        "models": {"f" * 64: "a"}, "places": ["", ""],
     }  # fmt: skip
     agent._models.wanted[wanted("b")[0].manifest].place = Path("/models/b")
     agent._tell_programs_here()
-    assert agent._state.read("here.json", {})["places"] == ["/models/b"]
+    assert agent._state.read("here.json", {})["places"] == ["", "/models/b"]
+
+
+async def test_addresses_that_a_member_claims_are_checked_before_they_are_kept(
+    agent: Agent, register: FakeRegister
+) -> None:
+    """Those of a hidden machine lead through a relay, by which nobody can join."""
+    circuit, direct = f"/ip4/45.1.1.1/tcp/1/p2p/{OWN.peer_id}/p2p-circuit", "/ip4/45.1.1.1/tcp/2"
+    register.others = {MEMBER.peer_id: record(addrs=(circuit, "nonsense", "/ip4/1.1.1.1/tcp/x", direct))}
+    await looked(agent)
+    assert agent._state.read("peers.json", []) == [f"{direct}/p2p/{MEMBER.peer_id}"]
+    assert agent.invite()
+    register.others, before = {}, agent.records
+    agent._reunion.note(before, {}, 0.0)
+    assert [addresses for addresses, _ in agent._reunion.lost.values()] == [[f"{direct}/p2p/{MEMBER.peer_id}"]]
+    agent._state.enter_swarm(SWARM, name="home", is_open=True)
+    agent._state.write("peers.json", [f"{circuit}/p2p/{MEMBER.peer_id}", 3, f"{direct}/p2p/{MEMBER.peer_id}"])
+
+    async def join() -> None:
+        raise AssertionError("it is in a swarm already")
+
+    swarm = await find_membership(agent._state, join, invite=None, private=False, name="own")
+    assert swarm.initial_peers == (f"{direct}/p2p/{MEMBER.peer_id}",)
 
 
 async def test_a_record_that_a_look_misses_counts_for_a_while(agent: Agent, register: FakeRegister) -> None:

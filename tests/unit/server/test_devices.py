@@ -294,3 +294,13 @@ async def test_a_spare_process_becomes_the_next_server_unless_it_has_ended(
     await spare.close()
     assert not psutil.pid_exists(last)
     await spare.close()
+    spare.prepare()
+    *_, dead = await number_of_starts(5)
+    os.kill(dead, signal.SIGKILL)
+    while psutil.pid_exists(dead):  # noqa: ASYNC110 - asyncio's own task waits for it
+        await asyncio.sleep(0.01)
+    await spare.close()
+    assert len(await number_of_starts(5)) == 5, "none starts in order to be ended"
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "gone"))
+    spare.prepare()
+    await spare.close()

@@ -1,11 +1,14 @@
 """The head with weights in few bits, for tokens that are only chosen.
 
 The head of a large vocabulary reads more memory for a token than a block does. Where a checkpoint stores its weight in
-few bits, the head multiplies by it as it is stored (`keep_head_as_stored`): the same values, in a part of the memory.
+few bits, the head multiplies by it as it is stored (`keep_head_as_stored`): the file's own values, which the head's own
+weight rounds to the model's dtype, and a part of the memory to read.
 `ClientConfig(head="int8")` rounds any other one (`round_head`), in the format of servers with `--quant_type int8`.
 
 The head's own weight stays as it is: embeddings may share it, checkpoints hold it, and training changes it. So forwards
-that record gradients multiply by the head's own weight. Called by `client/distributed_model`.
+that record gradients multiply by the head's own weight, and the copy takes memory in addition. A changed weight is
+noticed if torch counts the change, or if a sample of its numbers differs; a few rows that are changed through `.data`
+are not. Called by `client/distributed_model`.
 """
 
 from typing import Any, cast

@@ -7,6 +7,7 @@ import ipaddress
 import logging
 import socket
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 from swarmllm.config import require_address
 from swarmllm.data_structures import MAX_ADDRS
@@ -122,10 +123,13 @@ def on_port(maddrs: Iterable[str], port: int | None) -> tuple[str, ...]:
 
 
 def port_of(addrs: Iterable[str]) -> int | None:
-    """The TCP port of the first of these addresses that has one."""
-    for addr in addrs:
+    """The TCP port on which a peer with these addresses listens; None: they don't tell.
+
+    A relay has a port of its own, and a router may have another one for addresses of the world.
+    """
+    for addr in sorted(addrs, key=_reach, reverse=True):
         parts = addr.split("/")
-        if parts[3:4] == ["tcp"] and parts[4].isdecimal():
+        if parts[3:4] == ["tcp"] and parts[4].isdecimal() and not is_circuit(addr):
             return int(parts[4])
     return None
 
@@ -145,6 +149,19 @@ def split_initial_peer(maddr: str) -> tuple[str, str]:
     except ValueError as error:
         raise ConfigurationError(f"the address of the initial peer {maddr!r} is wrong: {error}") from None
     return peer_id, addr
+
+
+def usable_peers(maddrs: Iterable[str]) -> list[str]:
+    """Those of these addresses that can be initial peers: other peers claim them, or a file kept them.
+
+    Nobody joins through a relay, so the addresses of hidden peers are left out, too.
+    """
+    found = []
+    for maddr in maddrs:
+        with suppress(ConfigurationError):
+            split_initial_peer(maddr)
+            found.append(maddr)
+    return found
 
 
 def check_addresses(

@@ -25,7 +25,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from swarmllm.config import state_dir
@@ -83,6 +82,8 @@ class SwarmHere:
     initial_peers: tuple[str, ...]
     models: Mapping[str, str]
     """Names of the models that it should serve, by their fingerprints."""
+    places: tuple[str, ...]
+    """For each of these models the value of --model; "": the part of a client isn't on this machine yet."""
 
     @property
     def told(self) -> str:
@@ -271,21 +272,13 @@ async def find_swarm_here() -> SwarmHere | None:
             str(found["swarm_name"]),
             tuple(map(str, found["initial_peers"])),
             {str(fingerprint): printable(str(name)) for fingerprint, name in found["models"].items()},
+            tuple(map(str, found["places"])),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     # An agent that was killed has left its file.
     answers = await asyncio.gather(*map(_takes_connections, here.initial_peers[:MAX_ADDRESSES]))
     return here if any(answers) else None
-
-
-def places_here() -> list[str]:
-    """Values of --model, for the models of the swarm of this machine whose part of a client is here."""
-    try:
-        places = json.loads((state_dir() / HERE_FILE).read_text(encoding="utf-8"))["places"]
-        return [str(place) for place in places if Path(place).exists()]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return []
 
 
 async def _takes_connections(maddr: str) -> bool:
