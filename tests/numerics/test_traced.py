@@ -244,7 +244,7 @@ def test_a_copy_of_what_changes_stays_a_copy() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(
-    st.integers(1, 3), st.integers(1, 6), st.sampled_from([5, 8, 16, 24, 64, 80]), st.integers(1, 70),
+    st.integers(1, 3), st.integers(1, 6), st.sampled_from([5, 8, 16, 24, 64, 80, 128, 144]), st.integers(1, 70),
     st.integers(0, 40), st.sampled_from([torch.float32, torch.bfloat16]), st.sampled_from(LEVELS),
     st.integers(0, 1 << 30),
 )  # fmt: skip
