@@ -15,6 +15,7 @@ from urllib.parse import parse_qs, unquote, urlparse
 
 import huggingface_hub
 import pytest
+import transformers
 import yaml
 
 
@@ -127,6 +128,7 @@ def use_hub(hub: HubStub, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in constants.items():  # read from the environment once, long ago
         monkeypatch.setattr(huggingface_hub.constants, name, value)
     monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", hub.address)
+    monkeypatch.setattr(transformers.utils.hub, "_hf_api", None, raising=False)  # or it would keep another test's hub
     monkeypatch.setenv("HF_ENDPOINT", hub.address)
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setenv("HF_TOKEN", "hf_nobody")
