@@ -101,6 +101,11 @@ async def test_the_agent_of_this_machine_is_found_while_it_listens(
     (tmp_path / HERE_FILE).write_text(json.dumps({**told, "models": {"f": "org/model"}}))
     found = await find_swarm_here()
     assert found == SwarmHere("ho?me", "s", tuple(told["initial_peers"]), {"f": "org/model"}, ("/models/a",))
+    del told["places"]
+    (tmp_path / HERE_FILE).write_text(json.dumps({**told, "models": {}}))
+    earlier = await find_swarm_here()
+    assert earlier is not None
+    assert earlier.places == ()
     for damaged in ("", "[]", json.dumps(told), json.dumps({**told, "models": []})):
         (tmp_path / HERE_FILE).write_text(damaged)
         assert await find_swarm_here() is None

@@ -214,7 +214,7 @@ async def test_programs_on_this_machine_are_told_how_to_reach_the_swarm(agent: A
 async def test_addresses_that_a_member_claims_are_checked_before_they_are_kept(
     agent: Agent, register: FakeRegister
 ) -> None:
-    """Those of a hidden machine lead through a relay, by which nobody can join."""
+    """A hidden machine's addresses lead through a relay, by which nobody can join."""
     circuit, direct = f"/ip4/45.1.1.1/tcp/1/p2p/{OWN.peer_id}/p2p-circuit", "/ip4/45.1.1.1/tcp/2"
     register.others = {MEMBER.peer_id: record(addrs=(circuit, "nonsense", "/ip4/1.1.1.1/tcp/x", direct))}
     await looked(agent)

@@ -14,7 +14,7 @@
 #define PREFETCH(from) __builtin_prefetch(from)
 #define APART static __attribute__((noinline))
 #define ALIGNED __attribute__((aligned(64))) /* to lines of caches */
-#define IN_MEMORY(array) __asm__("" : "+m"(array)) /* what is read of it: GCC would take it out of the register it was in */
+#define IN_MEMORY(array) __asm__("" : "+m"(array)) /* so that it is read from there, and not taken out of a wide register */
 #else
 #define APART static
 #define ALIGNED

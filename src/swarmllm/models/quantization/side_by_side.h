@@ -6,7 +6,7 @@
 enum halves { NONE, ONE, TWO };
 
 #if LEVEL == 4
-/* Halves at the begin of ROWS blocks as floats in memory: `TWO`, or `ONE` twice. Each is read but once there, so that GCC makes
+/* Halves at the beginning of ROWS blocks, as floats in memory: `TWO`, or `ONE` twice. Each is read only once, so that GCC makes
  * it a part of the instruction that multiplies by it: any other way to get it into all lanes takes as long as a product. */
 INLINE void read_halves(const uint8_t *blocks, int64_t bytes, int num, float *floats) {
     uint32_t two[ROWS];

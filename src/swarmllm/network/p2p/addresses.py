@@ -152,9 +152,9 @@ def split_initial_peer(maddr: str) -> tuple[str, str]:
 
 
 def usable_peers(maddrs: Iterable[str]) -> list[str]:
-    """Those of these addresses that can be initial peers: other peers claim them, or a file kept them.
+    """Leave out addresses that can't be initial peers. Other peers claim them, or a file has kept them.
 
-    Nobody joins through a relay, so the addresses of hidden peers are left out, too.
+    Nobody can join through a relay, so the addresses of hidden peers are left out, too.
     """
     found = []
     for maddr in maddrs:

@@ -272,7 +272,7 @@ async def find_swarm_here() -> SwarmHere | None:
             str(found["swarm_name"]),
             tuple(map(str, found["initial_peers"])),
             {str(fingerprint): printable(str(name)) for fingerprint, name in found["models"].items()},
-            tuple(map(str, found["places"])),
+            tuple(map(str, found.get("places", ()))),  # agents of earlier versions don't tell
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
