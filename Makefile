@@ -176,10 +176,11 @@ $(TRAINERS)/.installed: $(INSTALLED)
 	$(TRAINERS)/bin/python $(PACKAGE) '.[trainers]'
 	@touch $@
 
-# Also on top of .venv. The interpreter needs an older numpy than constraints.txt names, so both have their pins here.
+# Also on top of .venv, whose own .pth files Python doesn't read from there. The interpreter needs an older numpy than
+# constraints.txt names, so both have their pins here.
 $(KERNELS)/.installed: $(INSTALLED)
 	[ -x $(KERNELS)/bin/python ] || $(PYTHON) -m venv $(KERNELS)
-	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"), "$(CURDIR)/src", sep="\n")' \
 		> "$$($(KERNELS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
 	$(KERNELS)/bin/python -m pip install -qq triton==3.6.0 numpy==2.3.5
 	@touch $@

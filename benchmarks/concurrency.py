@@ -53,7 +53,7 @@ SERVERS: dict[str, dict[str, int]] = {"batched": {}, "one by one": {"max_batch_s
 
 
 class Clients:
-    """A process with sessions, one thread each; commands go through a pipe."""
+    """A process with sessions, one thread each; commands go through a pipe. It starts while others do."""
 
     def __init__(
         self, path: Path, initial_peers: Sequence[str], dtype: str = "auto", room_tokens: int = ROOM_TOKENS
@@ -63,9 +63,15 @@ class Clients:
         arguments = (theirs, str(path), list(initial_peers), dtype, room_tokens)
         self.process = spawn.Process(target=serve_commands, args=arguments)
         self.process.start()
-        self.pipe.recv()
+        self._is_ready = False
+
+    def wait_until_ready(self) -> None:
+        if not self._is_ready:
+            self.pipe.recv()
+            self._is_ready = True
 
     def close(self) -> None:
+        self.wait_until_ready()
         self.pipe.send(None)
         self.process.join()
 
@@ -128,6 +134,7 @@ def contexts_of(num_clients: int) -> list[int]:
 def measure(jobs: Sequence[tuple[Clients, list[int], bool]], seconds: float) -> list[list[float]]:
     """Token times of each client after the warm-up. A job is (process, its contexts, whether it also sends prompts)."""
     for process, contexts, with_prompts in jobs:
+        process.wait_until_ready()
         process.pipe.send((contexts, with_prompts))
     for process, _, _ in jobs:
         process.pipe.recv()

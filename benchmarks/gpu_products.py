@@ -54,7 +54,7 @@ def graph_us(multiply: Callable[[Any], object], weights: Sequence[Any], repeats:
 
 
 def by_kernel(given: Tensor, tile: dict[str, int] | None, weight: Packed) -> Tensor:
-    matrix = weight._cuda_matrix()
+    matrix = weight.cuda_matrix()
     assert matrix is not None
     return cuda.multiply(given, matrix, tile)
 
@@ -89,7 +89,7 @@ def sweep(name: str, rows: int, columns: int, num_inputs: int) -> list[tuple[flo
     weight = torch.randn(rows, columns, device="cuda").bfloat16()
     copies = copies_of(pack(weight, name, weight.device))  # type: ignore[arg-type]
     given = torch.randn(num_inputs, columns, device="cuda").bfloat16()
-    matrix = copies[0]._cuda_matrix()
+    matrix = copies[0].cuda_matrix()
     assert matrix is not None
     some_inputs = cuda.usual_tile(num_inputs, matrix)["some_inputs"]
     found: list[tuple[float, str]] = []

@@ -1,16 +1,20 @@
 """Ways to run a decode step of 7B-shaped blocks on a GPU, beside each other: time, share of the bandwidth, difference.
 
-    python benchmarks/gpu_step.py [--blocks 4] [--sessions 1 8 32] [--ways today paged graph fused] [--limit_s 90]
+    python benchmarks/gpu_step.py [--blocks 8] [--sessions 1 8 32] [--quant_types none int8 nf4] [--context 400]
+                                  [--ways graph fused] [--tuning] [--device cpu]
 
     today    sessions with tensors of their own, in one row (`Packing.RAGGED`)
     paged    one row on pages, launched kernel by kernel
     graph    the same as a CUDA graph, by the model's own code
     fused    the same as a CUDA graph, in few kernels
 
-Sessions are of unlike lengths, and rows of outputs are compared with those of `today`, and with those of the same
-blocks in float32 ("from truth"): what only rounds elsewhere is as far from them as `today`. A way that fails is printed
-with its error, and the others go on. Single kernels by size of their tiles come last, until --limit_s have passed.
-Writes results/gpu_step.json. Needs CUDA.
+Sessions are of unlike lengths. The share is the time in which weights, keys and values could be read once, with the
+bandwidth measured by copying a gigabyte, over the step's time; "of graph" is over the time of replaying its graph
+alone. Outputs are compared with those of the first way, and with `--truth` with those of the same blocks in float32:
+what only rounds elsewhere is as far from them as the model's own code. A way that fails is printed with its error, and
+the others go on. `--tuning`: also single kernels by size of their tiles. `--device cpu` tries the script on tiny
+blocks.
+Writes results/gpu_step.json.
 """
 
 import argparse
@@ -21,12 +25,12 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from math import nan
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from common import median, save_results, table
-from gpu import bytes_per_s, seconds, waiting
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -43,8 +47,9 @@ from swarmllm.models.span.page_pool import Placed
 from swarmllm.models.span.span_cache import SpanCache
 
 T = TypeVar("T")
-WAIT = waiting("cuda")
 WAYS = ("today", "paged", "graph", "fused")
+SIZES = {"cuda": (4096, 11008, 32), "cpu": (64, 128, 4)}
+"""Hidden, inter, heads."""
 WARM_UP, STEPS, COMPARED = 5, 30, 3
 KINDS = {
     "products": ("nvjet", "gemm", "gemv", "splitK", "_multiply", "product", "cutlass"),
@@ -56,9 +61,29 @@ KINDS = {
 STARTED = time.monotonic()
 
 
+def wait() -> None:
+    """Until the GPU has done what it was given."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def seconds(call: Callable[[], object]) -> float:
+    wait()
+    started = time.perf_counter()
+    call()
+    wait()
+    return time.perf_counter() - started
+
+
+def bytes_per_s(device: str) -> float:
+    source = torch.empty(1 << 30 if device == "cuda" else 1 << 24, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / min(seconds(lambda: target.copy_(source)) for _ in range(10))
+
+
 def inputs(blocks: BlockSpan, seq_len: int, seed: int) -> BlockInputs:
-    random = torch.Generator("cuda").manual_seed(seed)
-    hidden = torch.randn(1, seq_len, blocks.embedding_dim, generator=random, device="cuda")
+    random = torch.Generator(blocks.device).manual_seed(seed)
+    hidden = torch.randn(1, seq_len, blocks.embedding_dim, generator=random, device=blocks.device)
     hidden = hidden.bfloat16().to(blocks.dtype)
     return BlockInputs(hidden_states=hidden, batch_size=1, seq_len=seq_len)
 
@@ -131,21 +156,36 @@ def measured(
     run = partial(run_calls, packer, given)
     times, queued = [], []
     for _ in range(WARM_UP + STEPS):
-        times.append(seconds(run, WAIT))
+        times.append(seconds(run))
         started = time.perf_counter()
         run()
         queued.append(time.perf_counter() - started)
     row["ms"], row["host ms"] = 1e3 * median(times[WARM_UP:]), 1e3 * median(queued[WARM_UP:])
+    graphs = packer.forward.graphs
+    size = graphs.size_for(number) if graphs is not None else None
+    if graphs is not None and size is not None:
+        replay = graphs._recorded[size].graph.replay
+        row["replay ms"] = 1e3 * median([seconds(replay) for _ in range(STEPS)])
+        wait()
+        started = time.perf_counter()
+        replay()
+        row["launch ms"] = 1e3 * (time.perf_counter() - started)
+    return row if blocks.device.type == "cpu" else row | profiled(run, len(blocks.span))
+
+
+def profiled(run: Callable[[], object], num_blocks: int) -> dict[str, Any]:
+    """Kernels of a step, and their times in each block. A kernel that starts early counts while it waits, too."""
+    row: dict[str, Any] = {}
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
         run()
         torch.cuda.synchronize()
     on_device = [event for event in found.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    row["launches"] = len(on_device) / len(blocks.span)
+    row["launches"] = len(on_device) / num_blocks
     row["gpu ms"] = sum(event.device_time for event in on_device) / 1e3
     of_kind = dict.fromkeys((*KINDS, "others"), 0.0)
     for event in on_device:
         kind = next((kind for kind, parts in KINDS.items() if any(part in event.name for part in parts)), "others")
-        of_kind[kind] += event.device_time / len(blocks.span)
+        of_kind[kind] += event.device_time / num_blocks
     row |= {f"{kind}, us": us for kind, us in of_kind.items()}
     names: dict[str, list[float]] = {}
     for event in on_device:
@@ -153,10 +193,6 @@ def measured(
     row["kernels"] = {
         name: (len(each), round(sum(each), 1)) for name, each in sorted(names.items(), key=lambda pair: -sum(pair[1]))
     }
-    graphs = packer.forward.graphs
-    size = graphs.size_for(number) if graphs is not None else None
-    if graphs is not None and size is not None:
-        row["replay ms"] = 1e3 * median([seconds(graphs._recorded[size].graph.replay, WAIT) for _ in range(STEPS)])
     return row
 
 
@@ -226,7 +262,7 @@ def product_times(bandwidth: float, limit_s: float) -> list[dict[str, Any]]:
     """Products of one position by tiles, beside torch's own."""
     from swarmllm.models.span import fused_kernels as kernels
 
-    usual, rows = kernels.MULTIPLY_TILE, []
+    rows = []
     shapes = (
         ("gate and up", (22016, 4096), True),
         ("down", (4096, 11008), False),
@@ -242,17 +278,16 @@ def product_times(bandwidth: float, limit_s: float) -> list[dict[str, Any]]:
         for tile in (
             None, (4, 1024, 4), (8, 512, 4), (2, 2048, 4), (8, 1024, 8), (2, 1024, 2), (1, 1024, 1)
         ):  # fmt: skip
-            kernels.MULTIPLY_TILE = tile or usual
+            usual = (inputs_[0], 1e-5) if norm else None
             run = (
                 partial(torch.nn.functional.linear, inputs_, weight)
                 if tile is None
-                else partial(kernels.multiply, inputs_, weight, norm=(inputs_[0], 1e-5) if norm else None, gated=gated)
+                else partial(kernels.multiply, inputs_, weight, norm=usual, gated=gated, tile=tile)
             )
             ms = tried_ms(run)
             rows.append(
                 {"product": name, "tile": str(tile), "us": 1e3 * ms, "share": weight.nbytes / bandwidth / ms * 1e3}
             )
-    kernels.MULTIPLY_TILE = usual
     return rows
 
 
@@ -266,7 +301,7 @@ def tried_ms(run: Callable[[], object]) -> float:
             with torch.cuda.graph(graph):
                 kept = [run() for _ in range(20)]
             graph.replay()
-            ms = 1e3 * median([seconds(graph.replay, WAIT) for _ in range(7)]) / 20
+            ms = 1e3 * median([seconds(graph.replay) for _ in range(7)]) / 20
             del kept
     except Exception as error:  # noqa: BLE001 - a tile that doesn't fit this GPU
         print(f"   {type(error).__name__}: {str(error)[:200]}")
@@ -276,28 +311,34 @@ def tried_ms(run: Callable[[], object]) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--blocks", type=int, default=4)
+    parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--sessions", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--context", type=int, default=400)
-    parser.add_argument("--quant_types", nargs="+", default=["none"])
-    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
+    parser.add_argument("--quant_types", nargs="+", default=["none", "int8", "nf4"])
+    parser.add_argument("--ways", nargs="+", default=["graph", "fused"], choices=WAYS)
+    parser.add_argument("--truth", action="store_true", help="compare with the blocks in float32, too")
+    parser.add_argument("--tuning", action="store_true", help="time single kernels by size of their tiles")
     parser.add_argument("--limit_s", type=float, default=90.0, help="begin no more sizes of tiles after this time")
-    parser.add_argument("--no_tuning", action="store_true", help="leave out single kernels by size of their tiles")
+    parser.add_argument("--device", choices=SIZES, default="cuda")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
+    if args.device == "cpu":
+        args.ways, args.tuning, args.blocks, args.sessions, args.context = ["today"], False, 2, [1, 2], 20
+    elif not torch.cuda.is_available():
         print("this benchmark needs a GPU with CUDA", file=sys.stderr)
         return 1
     logging.basicConfig(level=logging.WARNING, format="   %(levelname)s %(message)s", stream=sys.stdout)
     logging.getLogger("swarmllm.models.span").setLevel(logging.INFO)
     torch.backends.cuda.enable_cudnn_sdp(False)
-    bandwidth = bytes_per_s("cuda")
-    print(f"{torch.cuda.get_device_name()}, {bandwidth / 1e9:.0f} GB/s, torch {torch.__version__}", flush=True)
+    bandwidth = bytes_per_s(args.device)
+    name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+    print(f"{name}, {bandwidth / 1e9:.0f} GB/s, torch {torch.__version__}", flush=True)
+    hidden, inter, heads = SIZES[args.device]
     config = LlamaConfig(
         vocab_size=64,
-        hidden_size=4096,
-        intermediate_size=11008,
+        hidden_size=hidden,
+        intermediate_size=inter,
         num_hidden_layers=args.blocks,
-        num_attention_heads=32,
+        num_attention_heads=heads,
         dtype="bfloat16",
     )
     rows: list[dict[str, Any]] = []
@@ -311,11 +352,12 @@ def main() -> int:
                 open_checkpoint(directory),
                 Span(0, args.blocks),
                 dtype=torch.bfloat16,
-                device="cuda",
+                device=args.device,
                 quantization=Quantization(quant_type),
                 progress=False,
             )
-            truth = tried(f"{quant_type} in float32", partial(truths, load, args.sessions, args.context)) or {}
+            find = partial(truths, load, args.sessions, args.context)
+            truth = (tried(f"{quant_type} in float32", find) or {}) if args.truth else {}
             torch.cuda.empty_cache()
             blocks = tried(f"load {quant_type}", load)
             expected: dict[int, Tensor] = {}
@@ -329,10 +371,11 @@ def main() -> int:
                         continue
                     outputs = row.pop("outputs")
                     expected.setdefault(number, outputs)
-                    details[label] = row.pop("kernels")
+                    details[label] = row.pop("kernels", {})
                     read = blocks.num_bytes + number * args.context * blocks.cache_sizes.bytes_per_token
-                    share = read / bandwidth / row["ms"] * 1e3
-                    rows.append({"weights": quant_type, "way": way, "sessions": number, "share": share, **row})
+                    ideal_ms = 1e3 * read / bandwidth
+                    shares = {"share": ideal_ms / row["ms"], "of graph": ideal_ms / row.get("replay ms", nan)}
+                    rows.append({"weights": quant_type, "way": way, "sessions": number, **shares, **row})
                     print(rows[-1], flush=True)
                 del packer
                 torch.cuda.empty_cache()
@@ -344,12 +387,12 @@ def main() -> int:
         print(
             label, "".join(f"\n   {number:4} {us:9.1f} us  {name}" for name, (number, us) in list(kernels.items())[:14])
         )
-    for find in () if args.no_tuning else (product_times, attention_times):
+    for find in (product_times, attention_times) if args.tuning else ():
         found = tried(find.__name__, partial(find, bandwidth, args.limit_s))
         if found:
             print(table(list(found[0]), [list(row.values()) for row in found]), flush=True)
             details[find.__name__] = found
-    print(f"written to {save_results('gpu_step', {'gpu': torch.cuda.get_device_name(), 'rows': rows, **details})}")
+    print(f"written to {save_results('gpu_step', {'gpu': name, 'rows': rows, **details})}")
     return 0
 
 

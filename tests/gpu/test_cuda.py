@@ -258,7 +258,7 @@ def test_products_are_those_of_float64(quant_type: str, dtype: torch.dtype) -> N
 def test_published_products_are_those_of_float64(name: str) -> None:
     packed = kept(name, torch.bfloat16)
     moved = _moved(packed)
-    matrix = moved._cuda_matrix()
+    matrix = moved.cuda_matrix()
     assert matrix is not None
     given = _inputs_of_product(5, packed.shape[1], torch.bfloat16)
     expected = given.double() @ moved.dequantize().double().T

@@ -122,10 +122,14 @@ def products(dtype: torch.dtype) -> None:
     weight = torch.randn(96, 512)
     codes, scale = torch.zeros(96, 256, dtype=torch.uint8), torch.ones(96, 512 // cuda.LEAST_GROUP)
     smallest = cuda.Matrix(codes=codes, scale=scale, values=E2M1)
-    for matrix in (Int8.quantize(weight)._cuda_matrix(), Nf4.quantize(weight, tiled=False)._cuda_matrix(), smallest):
+    for matrix in (Int8.quantize(weight).cuda_matrix(), Nf4.quantize(weight, tiled=False).cuda_matrix(), smallest):
         assert matrix is not None
         for number in (1, 33):
             cuda.multiply(torch.zeros(number, 512, dtype=dtype), matrix)
+        for normal, gated, added in ((True, False, False), (False, False, True), (True, True, False)):
+            given = torch.zeros(1, 512, dtype=dtype)
+            norm, residual = (given[0], 1e-5) if normal else None, torch.zeros(1, 96, dtype=dtype) if added else None
+            fused_kernels.multiply(given, matrix, norm=norm, gated=gated, residual=residual)
 
 
 def parts() -> Iterator[tuple[str, Callable[[], None]]]:
@@ -137,6 +141,8 @@ def main() -> int:
     driver.set_active(Absent(int(sys.argv[1])))  # type: ignore[arg-type]
     page_pool._interprets = True
     cuda._is_on_gpu = lambda _: True
+    capability = divmod(int(sys.argv[1]), 10)
+    cuda._capability = lambda _: capability  # type: ignore[assignment]
     compiled: list[str] = []
     jit.JITFunction.run = without_launches(compiled)  # type: ignore[method-assign]
     started = time.perf_counter()

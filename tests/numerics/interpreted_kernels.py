@@ -67,9 +67,12 @@ def check_attention() -> None:
 def check_fused() -> None:
     from swarmllm.models.span import fused_step
 
-    for model_type, fits in (("llama", True), ("qwen2", True), ("qwen3", True), ("mistral", True), ("gemma2", False)):
+    cases = [
+        (model_type, "none", model_type != "gemma2") for model_type in ("llama", "qwen2", "qwen3", "mistral", "gemma2")
+    ]
+    for model_type, quant_type, fits in (*cases, ("qwen2", "int8", True), ("llama", "nf4", True)):
         with tempfile.TemporaryDirectory() as directory:
-            blocks = load(model_type, Path(directory))
+            blocks = load(model_type, Path(directory), quant_type=quant_type)
             blocks.pool = blocks.new_pool(16)
             paged = PagedAttention(blocks)
             step = fused_step.find_fused(paged)

@@ -13,6 +13,8 @@ from torch import Tensor
 from swarmllm.data_structures import Span
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
+from swarmllm.models.quantization import Quantization
+from swarmllm.models.quantization.rules import QuantType
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
 from swarmllm.models.span.packing import Packer, Packing, SessionCall
@@ -25,10 +27,14 @@ STEPS = ((4, 3, 11, 0), (1, 1, 2, 5), (1, 1, 1, 1), (1, 1, 1, 1))
 """New positions of each session: prompts of different lengths, a prompt beside tokens, tokens."""
 
 
-def load(model_type: str, directory: Path, dtype: torch.dtype | None = None) -> BlockSpan:
+def load(
+    model_type: str, directory: Path, dtype: torch.dtype | None = None, quant_type: QuantType = "none"
+) -> BlockSpan:
     if not (directory / "config.json").exists():
         save_tiny(model_type, directory)
-    return load_block_span(open_checkpoint(str(directory)), Span(0, NUM_BLOCKS), dtype=dtype, progress=False)
+    checkpoint, span = open_checkpoint(str(directory)), Span(0, NUM_BLOCKS)
+    quantization = Quantization(quant_type, smallest=0)
+    return load_block_span(checkpoint, span, dtype=dtype, quantization=quantization, progress=False)
 
 
 @lru_cache(4)

@@ -6,13 +6,16 @@ Triton is 190 MB to download, and no dependency where there is no GPU: `make tes
 import ast
 import importlib.util
 import itertools
+import struct
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from test_published_weights import KEPT_BITS, kept
 from torch import Tensor
+from torch.nn.functional import silu
 
 import swarmllm
 from swarmllm.models.quantization import cuda
@@ -37,12 +40,41 @@ def inputs(num_inputs: int, columns: int, dtype: torch.dtype) -> Tensor:
 
 
 def check(packed: Packed, num_inputs: int, dtype: torch.dtype) -> None:
-    matrix, given = packed._cuda_matrix(), inputs(num_inputs, packed.shape[1], dtype)
+    matrix, given = packed.cuda_matrix(), inputs(num_inputs, packed.shape[1], dtype)
     assert matrix is not None
     assert cuda.takes(given, matrix)
-    found, expected = cuda.multiply(given, matrix), given.double() @ packed.dequantize().double().T
-    assert (found.dtype, found.shape) == (dtype, expected.shape)
-    assert (found.double() - expected).norm() <= TOLERANCES[dtype] * expected.norm()
+    expected, residual = given.double() @ packed.dequantize().double().T, inputs(num_inputs, packed.shape[0], dtype)
+    for found, wanted in (
+        (cuda.multiply(given, matrix), expected),
+        (cuda.multiply(given, matrix, residual=residual), expected + residual.double()),
+    ):
+        assert (found.dtype, found.shape) == (dtype, expected.shape)
+        assert (found.double() - wanted).norm() <= TOLERANCES[dtype] * wanted.norm()
+    check_single(given[:1], matrix, packed.dequantize().double())
+
+
+def check_single(given: Tensor, matrix: cuda.Matrix, weights: Tensor) -> None:
+    """The kernel for one input, with all that it does besides."""
+    from swarmllm.models.span import fused_kernels
+
+    dtype, half = given.dtype, len(weights) // 2
+    norm, residual = inputs(2, given.shape[1], dtype)[1], inputs(1, len(weights), dtype)
+    norm /= float(weights.norm(dim=1).mean())  # gates near 0, where silu is no more than a curve
+    normal = fused_kernels.normalize(given, norm, 1e-5).double()
+    gates, ups = (normal @ weights[: 2 * half].T).chunk(2, -1)
+    for found, expected in (
+        (fused_kernels.multiply(given, matrix), given.double() @ weights.T),
+        (fused_kernels.multiply(given, matrix, residual=residual), given.double() @ weights.T + residual.double()),
+        (fused_kernels.multiply(given, matrix, norm=(norm, 1e-5)), normal @ weights.T),
+        (fused_kernels.multiply(given, _rows(matrix, 2 * half), norm=(norm, 1e-5), gated=True), silu(gates) * ups),
+    ):
+        assert found.dtype == dtype
+        assert (found.double() - expected).norm() <= 2 * TOLERANCES[dtype] * expected.norm()
+
+
+def _rows(matrix: cuda.Matrix, number: int) -> cuda.Matrix:
+    parts = {name: getattr(matrix, name) for name in ("codes", "scale", "zero", "least", "factor")}
+    return replace(matrix, **{name: None if part is None else part[:number] for name, part in parts.items()})
 
 
 @interpreted
@@ -67,7 +99,7 @@ def test_nf4(num_inputs: int, rows: int, columns: int, dtype: torch.dtype) -> No
 def test_published_formats(name: str) -> None:
     """Groups of usual sizes are multiplied packed; weights with others are dequantized first."""
     packed = kept(name, torch.float32)
-    matrix = packed._cuda_matrix()
+    matrix = packed.cuda_matrix()
     assert matrix is not None
     if cuda.takes(inputs(1, packed.shape[1], torch.float32), matrix):
         check(packed, 5, torch.float32)
@@ -114,6 +146,7 @@ def test_all_that_a_matrix_may_have(group: int, parts: str) -> None:
         expected = given.double() @ weights.T
         assert cuda.takes(given, matrix)
         assert (cuda.multiply(given, matrix).double() - expected).norm() <= 1e-6 * expected.norm()
+        check_single(given[:1], matrix, weights)
 
 
 def test_groups_of_16_are_left_to_the_table() -> None:
@@ -122,12 +155,22 @@ def test_groups_of_16_are_left_to_the_table() -> None:
     assert not cuda.takes(inputs(3, weights.shape[1], torch.float32), matrix)
 
 
+def float_of(bits: int) -> float:
+    number: float = struct.unpack("<f", struct.pack("<I", bits))[0]
+    return number
+
+
+def float_bits(number: float) -> int:
+    bits: int = struct.unpack("<I", struct.pack("<f", number))[0]
+    return bits
+
+
 def run(instructions: str, word: int) -> list[int]:
     """The values that such instructions leave in `$0` to `$3`, as NVIDIA's manual of PTX describes each."""
     registers = {"$4": word}
 
     def value(operand: str) -> int:
-        return registers[operand] if operand in registers else int(operand, 0)
+        return registers[operand] if operand in registers else int(operand.replace("0f", "0x"), 0)
 
     for line in instructions.splitlines():
         name, _, operands = line.rstrip(";").partition(" ")
@@ -142,6 +185,10 @@ def run(instructions: str, word: int) -> list[int]:
                 registers[target] = first | second
             case "shr.b32":
                 registers[target] = first >> second
+            case "xor.b32":
+                registers[target] = first ^ second
+            case "sub.f32":
+                registers[target] = float_bits(float_of(first) - float_of(second))
             case "prmt.b32":
                 given = (first | second << 32).to_bytes(8, "little")
                 selectors = [third[0] >> 4 * place & 15 for place in range(4)]
@@ -166,9 +213,20 @@ def test_instructions_that_decode(values: tuple[float, ...], high_first: bool, d
     assert torch.equal(as_values.view(torch.int16), expected.view(torch.int16))
 
 
+def test_instructions_that_make_bytes_floats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte in each place of a word."""
+    monkeypatch.setattr(cuda, "_is_on_gpu", lambda _: True)
+    words = torch.stack([torch.arange(256).roll(shift) for shift in range(4)], -1).to(torch.uint8)
+    for dtype in (torch.int8, torch.uint8):
+        instructions = cuda.bytes_to_floats(words.view(dtype))
+        found = [run(instructions, int.from_bytes(bytes(word), "little")) for word in words.tolist()]
+        assert torch.equal(torch.tensor(found).to(torch.int32).view(torch.float32), words.view(dtype).float())
+    assert not cuda.bytes_to_floats(words.bfloat16())
+
+
 def test_what_the_kernel_leaves_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "_compiles_for", lambda *_: True)
-    matrix = Int8.quantize(torch.randn(4, 96))._cuda_matrix()
+    matrix = Int8.quantize(torch.randn(4, 96)).cuda_matrix()
     assert cuda.takes(inputs(cuda.MOST_INPUTS, 96, torch.float16), matrix)
     assert not cuda.takes(inputs(cuda.MOST_INPUTS + 1, 96, torch.float16), matrix)
     assert not cuda.takes(inputs(1, 96, torch.float64), matrix)

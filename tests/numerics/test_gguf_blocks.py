@@ -61,7 +61,7 @@ def test_for_cuda_some_become_codes_and_scales_that_are_the_same_weights(kind: i
     assert matrix.for_device(torch.device("cpu")) is matrix
     found = matrix.for_device(torch.device("cuda"))
     assert (found is matrix) == (KINDS[kind][0] not in ("Q4_0", "Q8_0"))
-    assert (found._cuda_matrix() is None) == (found is matrix)
+    assert (found.cuda_matrix() is None) == (found is matrix)
     assert torch.equal(found.dequantize(), matrix.dequantize())
     assert sum(one.nbytes for one in found.tensors().values()) == matrix.codes.nbytes
     experts = FORMS[kind](torch.stack([matrix.codes, matrix.codes.flip(0)]), torch.float32)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec, module_from_spec
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,9 @@ from tests.numerics.test_paged import paged as paged_blocks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import swarmllm.models.quantization
 import swarmllm.models.span
+from swarmllm.models.quantization import cuda
 from swarmllm.models.span import page_pool
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.decode_graphs import StaticInputs
@@ -82,20 +85,25 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     """Counts what is launched; `fused_step` and the kernels are imported anew, with something in place of Triton."""
     launches = Launches()
     triton: Any = ModuleType("triton")
-    triton.jit = lambda function: Kernel(launches, function.__name__)
+    triton.jit = lambda function=None, **_: triton.jit if function is None else Kernel(launches, function.__name__)
     triton.cdiv = lambda one, other: -(-one // other)
     triton.next_power_of_2 = lambda number: 1 << (number - 1).bit_length()
     triton.language = SimpleNamespace(constexpr=int)
     with pytest.MonkeyPatch.context() as imports:
         imports.setitem(sys.modules, "triton", triton)
         imports.setitem(sys.modules, "triton.language", triton.language)
-        for name in ("paged_kernels", "fused_kernels", "fused_step"):
-            spec = find_spec(f"swarmllm.models.span.{name}")
+        for package, name in (
+            (swarmllm.models.quantization, "cuda_products"),
+            (swarmllm.models.span, "paged_kernels"),
+            (swarmllm.models.span, "fused_kernels"),
+            (swarmllm.models.span, "fused_step"),
+        ):
+            spec = find_spec(f"{package.__name__}.{name}")
             assert spec is not None
             assert spec.loader is not None
             module = module_from_spec(spec)
             monkeypatch.setitem(sys.modules, spec.name, module)
-            monkeypatch.setattr(swarmllm.models.span, name, module, raising=False)
+            monkeypatch.setattr(package, name, module, raising=False)
             spec.loader.exec_module(module)
     monkeypatch.setattr(page_pool, "_interprets", True)
     return launches
@@ -103,8 +111,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> BlockSpan:
-    """Without data."""
-    blocks = paged_blocks("llama", tmp_path_factory.mktemp("llama"), torch.bfloat16)
+    return without_data(paged_blocks("llama", tmp_path_factory.mktemp("llama"), torch.bfloat16))
+
+
+def without_data(blocks: BlockSpan) -> BlockSpan:
     blocks.stack.to("meta")
     blocks.device = torch.device("meta")
     blocks.pool = blocks.new_pool(64)
@@ -172,6 +182,17 @@ def test_of_fused_blocks(num_sessions: int, llama: BlockSpan, launches: Launches
         assert len(names) <= FUSED[num_sessions], names
         assert {"_rotate", "_attend", "_join"} <= set(names)
     assert len(rest) <= AROUND_BLOCKS, rest
+
+
+def test_of_a_fused_block_of_packed_weights(
+    tmp_path: Path, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their codes and scales are joined, and multiplied by the kernel that norms, gates and adds, too."""
+    monkeypatch.setattr(cuda, "_compiles_for", lambda *_: True)
+    paged = PagedAttention(without_data(paged_blocks("llama", tmp_path, torch.bfloat16, "int8")))
+    for names in run_step(paged, fused(paged), launches, 1)[:-1]:
+        assert len(names) <= FUSED[1], names
+        assert names.count("_multiply") == 4
 
 
 def test_one_more_is_found(llama: BlockSpan, launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from tests.selection import sampled
 from torch import Tensor
 
 from swarmllm.errors import CacheFullError
+from swarmllm.models.quantization.rules import QuantType
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.decode_graphs import SIZES, StaticInputs, trace
 from swarmllm.models.span.packed_caches import PackingUnsupportedError
@@ -27,8 +28,10 @@ from swarmllm.models.span.paged_attention import PagedAttention, window_of
 NUM_PAGES = 64
 
 
-def paged(model_type: str, directory: Path, dtype: torch.dtype | None = None) -> BlockSpan:
-    blocks = load(model_type, directory, dtype)
+def paged(
+    model_type: str, directory: Path, dtype: torch.dtype | None = None, quant_type: QuantType = "none"
+) -> BlockSpan:
+    blocks = load(model_type, directory, dtype, quant_type)
     blocks.pool = blocks.new_pool(NUM_PAGES)
     return blocks
 

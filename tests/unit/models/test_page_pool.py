@@ -52,11 +52,11 @@ def test_rows_of_a_batch_are_selected_all_or_none() -> None:
     table = PageTable(pool)
     table.prepare(1, PAGE_TOKENS)
     table.advance(PAGE_TOKENS)
-    (page,), uses = on_host(table)[0], list(pool._uses)
+    (page,), uses = on_host(table)[0], list(pool.uses)
     with pytest.raises(CacheFullError):
         table.select([0, 0, 0])
     assert on_host(table) == [[page]]
-    assert pool._uses == uses
+    assert pool.uses == uses
     table.select([0, 0])
     assert on_device(table, 1) == [[page], [page]]
     del table

@@ -9,6 +9,7 @@ import logging
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,10 @@ COLUMNS = 128
 LEAST_GROUP = 32
 """Fewest columns with one scale. With the 16 of nvfp4, products were wrong on an H200 with Triton 3.6: it lays out the
 operands of such a product for 4 threads with 8 columns each (`kWidth = 8` in what it compiles), which 16 can't fill."""
+EARLY_CAPABILITY = (9, 0)
+"""GPUs from this on can start a kernel before the one before it has ended (programmatic dependent launch)."""
+MANY_ROWS = 8192
+"""From so many rows on, tiles of 64 still give each of a large GPU's 132 multiprocessors one."""
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -103,16 +108,19 @@ def _multiplies_on(device: torch.device) -> bool:
     return True
 
 
-def multiply(inputs: Tensor, matrix: Matrix, tile: Mapping[str, int] | None = None) -> Tensor:
-    """`[tokens, in]` → `[tokens, out]` of the inputs' dtype; `tile`: another one than the usual, to compare."""
+def multiply(
+    inputs: Tensor, matrix: Matrix, tile: Mapping[str, int] | None = None, residual: Tensor | None = None
+) -> Tensor:
+    """`[tokens, in]` → `[tokens, out]` of the inputs' dtype, added to `residual` if there is one.
+
+    `tile`: another one than the usual, to compare.
+    """
     from swarmllm.models.quantization.cuda_products import product
 
     (num_inputs, width), num_rows, group = inputs.shape, len(matrix.codes), matrix.group
     tile = dict(tile or usual_tile(num_inputs, matrix))
     at_once = tile.pop("columns")
-    columns = at_once if group == width else min(at_once, group)
-    by_instructions = matrix.values is not None and _is_on_gpu(inputs) and inputs.dtype != torch.float32
-    by_table = matrix.values is not None and not by_instructions
+    columns = at_once if group == width else min(at_once, group & -group)  # a power of 2 that divides the group
     tensors = (matrix.codes, matrix.scale, matrix.zero, matrix.least, matrix.factor)
     outputs = inputs.new_empty(num_inputs, num_rows)
     grid = (-(-num_rows // tile["some_rows"]), -(-num_inputs // tile["some_inputs"]))
@@ -120,7 +128,8 @@ def multiply(inputs: Tensor, matrix: Matrix, tile: Mapping[str, int] | None = No
         product[grid](
             inputs.contiguous(),
             *(None if tensor is None else tensor.contiguous() for tensor in tensors),
-            _table(matrix.values, inputs.device) if by_table else None,
+            table_of(matrix, inputs),
+            None if residual is None else residual.contiguous(),
             outputs,
             num_inputs,
             num_rows,
@@ -128,14 +137,16 @@ def multiply(inputs: Tensor, matrix: Matrix, tile: Mapping[str, int] | None = No
             group=group,
             per_byte=matrix.per_byte,
             high_first=matrix.high_first,
-            decode=decoding(matrix.values, inputs.dtype, matrix.high_first) if by_instructions else "",
+            decode=instructions_for(matrix, inputs),
             has_zero=matrix.zero is not None,
             has_least=matrix.least is not None,
             has_factor=matrix.factor is not None,
             divides=matrix.divides,
             columns=columns,
             unroll=max(1, at_once // columns),
+            adds=residual is not None,
             **tile,
+            **starts_early(inputs),
         )
     return outputs
 
@@ -145,18 +156,58 @@ def _is_on_gpu(inputs: Tensor) -> bool:
     return inputs.is_cuda
 
 
+def starts_early(inputs: Tensor) -> dict[str, Any]:
+    """Options of a kernel that calls `wait_for_inputs`: GPUs that can start it before the one before it has ended."""
+    early = _is_on_gpu(inputs) and _capability(inputs.device) >= EARLY_CAPABILITY
+    return {"starts_early": True, "launch_pdl": True} if early else {"starts_early": False}
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def instructions_for(matrix: Matrix, inputs: Tensor) -> str:
+    """Instructions that decode a matrix with two codes in a byte for these inputs; "": a table is read (`table_of`)."""
+    if matrix.values is None or not _is_on_gpu(inputs) or inputs.dtype == torch.float32:
+        return ""
+    return decoding(matrix.values, inputs.dtype, matrix.high_first)
+
+
+def table_of(matrix: Matrix, inputs: Tensor) -> Tensor | None:
+    """The values of the codes on the inputs' device, where no instructions decode them."""
+    if matrix.values is None or instructions_for(matrix, inputs):
+        return None
+    return _table(matrix.values, inputs.device)
+
+
 def usual_tile(num_inputs: int, matrix: Matrix) -> dict[str, int]:
     """The tile that one program computes.
 
-    Measured on an H200 with a kernel for int8 alone (11008×4096): 18 µs for 8 inputs, 29 for 32. With groups, columns
-    are the same for all numbers of few inputs; otherwise sums would have another order. All else is assumed.
+    The best of some 20 on an H200 for 8 and 32 inputs of 22016×4096, 4096×11008 and 4096×4096. With groups, columns are
+    the same for all numbers of few inputs; otherwise sums would have another order.
     """
     if num_inputs > MOST_INPUTS:  # to compare
         return {"some_inputs": 128, "some_rows": 128, "columns": 64, "num_warps": 8, "num_stages": 3}
-    tile = {"some_inputs": 16 if num_inputs <= 16 else 32, "some_rows": 32, "columns": COLUMNS}
-    if num_inputs <= 16 and matrix.scales_outputs:
-        return {**tile, "columns": 2 * COLUMNS, "num_warps": 4, "num_stages": 3}
-    return {**tile, "num_warps": 4, "num_stages": 4}
+    tile = {"some_inputs": 16 if num_inputs <= 16 else 32, "columns": 256, "num_warps": 4}
+    has_tall_tile = num_inputs > 16 and (len(matrix.codes) >= MANY_ROWS or not matrix.scales_outputs)
+    return tile | {"some_rows": 64 if has_tall_tile else 32, "num_stages": 4 if matrix.scales_outputs else 3}
+
+
+def bytes_to_floats(codes: Tensor) -> str:
+    """Instructions that make the 4 bytes of `$4` float32: `$0` to `$3`; "" for codes that aren't whole numbers.
+
+    A byte as the lowest bits of 2^23 is that number and the byte. The GPU's own conversion has a quarter of this speed,
+    less than memory has.
+    """
+    if not _is_on_gpu(codes) or codes.dtype not in (torch.int8, torch.uint8):
+        return ""
+    is_signed = codes.dtype == torch.int8
+    lines = ["{", ".reg .b32 bytes;", f"xor.b32 bytes, $4, 0x{0x80808080 if is_signed else 0:x};"]
+    for place in range(4):
+        lines += [f"prmt.b32 ${place}, bytes, 0x4B000000, 0x754{place};"]
+        lines += [f"sub.f32 ${place}, ${place}, 0f4B0000{80 if is_signed else '00'};"]
+    return "\n".join([*lines, "}"])
 
 
 @functools.cache
@@ -168,15 +219,17 @@ def decoding(values: tuple[float, ...], dtype: torch.dtype, high_first: bool) ->
     many accesses as there are weights, more than a GPU has time for.
     """
     numbers = torch.tensor(values, dtype=torch.float64).to(dtype).view(torch.int16).tolist()
-    lines = ["{", ".reg .b32 codes, low, high, first, last, below, above;"]
+    lines = [
+        "{",
+        ".reg .b32 low, high, first, last, below, above;",
+        "and.b32 low, $4, 0x77777777;",
+        "shr.b32 high, $4, 1;",
+        "and.b32 high, high, 0x44444444;",
+        "or.b32 high, high, 0x32103210;",  # of 4 values each, from the first or the last 8
+    ]
     for half, pairs in enumerate((("$0", "$1"), ("$2", "$3"))):
-        lines += [
-            f"shr.b32 codes, $4, {16 * half};",
-            "and.b32 low, codes, 0x7777;",
-            "shr.b32 high, codes, 1;",
-            "and.b32 high, high, 0x4444;",
-            "or.b32 high, high, 0x3210;",  # of 4 values each, from the first or the last 8
-        ]
+        if half:
+            lines += ["shr.b32 low, low, 16;", "shr.b32 high, high, 16;"]
         for shift, name in ((0, "below"), (8, "above")):
             table = [
                 sum((number >> shift & 255) << 8 * place for place, number in enumerate(numbers[start : start + 4]))

@@ -274,7 +274,7 @@ class Published(Decoded):
             weights.view(*least.shape, -1).add_(least[..., None])
         return weights
 
-    def _cuda_matrix(self) -> cuda.Matrix:
+    def cuda_matrix(self) -> cuda.Matrix:
         return cuda.Matrix(**self.tensors(), divides=self.divides, values=self.values)  # type: ignore[arg-type]
 
     def _matrix(self) -> kernels.Matrix:

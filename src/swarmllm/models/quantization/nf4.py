@@ -76,7 +76,7 @@ class Nf4(Packed):
     def _multiply_by_kernel(self, inputs: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def _cuda_matrix(self) -> cuda.Matrix | None:
+    def cuda_matrix(self) -> cuda.Matrix | None:
         return cuda.Matrix(codes=self.codes, scale=self.scale, values=NF4, high_first=True)
 
 
@@ -99,7 +99,7 @@ class TiledNf4(Nf4):
         by_rows = Nf4(_untile(self.codes), self.scale.mT, self.dtype).columns(start, end)
         return TiledNf4(_tile(by_rows.codes), by_rows.scale.mT.contiguous(), self.dtype)
 
-    def _cuda_matrix(self) -> None:
+    def cuda_matrix(self) -> None:
         return None  # made for a CPU; the model was moved since
 
     def _rows(self, start: int, end: int, dtype: torch.dtype) -> Tensor:

@@ -56,6 +56,8 @@ class Packed:
     """The weight's dtype before it was packed."""
     rounds_inputs: ClassVar[bool] = False
     """True if inputs without gradients are rounded to 8 bits, for `rounding` has made this class."""
+    changes_inputs: ClassVar[bool] = False
+    """True if `multiply` does more than multiply by the codes."""
 
     @property
     def shape(self) -> torch.Size:
@@ -132,7 +134,7 @@ class Packed:
         if inputs.shape[0] == 0:  # `len` would call Python
             return inputs.new_zeros(0, self.shape[0])
         if inputs.device.type == "cuda":
-            matrix = self._cuda_matrix()
+            matrix = self.cuda_matrix()
             if matrix is not None and cuda.takes(inputs, matrix):
                 return cuda.multiply(inputs, matrix)
         elif self._kernel_takes(inputs):
@@ -208,7 +210,7 @@ class Packed:
     @abstractmethod
     def _multiply_by_kernel(self, inputs: Tensor) -> Tensor: ...
 
-    def _cuda_matrix(self) -> cuda.Matrix | None:
+    def cuda_matrix(self) -> cuda.Matrix | None:
         """This matrix for the kernel on CUDA; None if it has none for this format."""
         return None
 
@@ -303,7 +305,7 @@ class Int8(Packed):
         fits = inputs.dtype == self.scale.dtype == torch.bfloat16 and inputs.shape[1] % INT8_KERNEL_COLUMNS == 0
         return fits and inputs.shape[0] <= INT8_KERNEL_TOKENS and torch_multiplies_int8_faster()
 
-    def _cuda_matrix(self) -> cuda.Matrix:
+    def cuda_matrix(self) -> cuda.Matrix:
         return cuda.Matrix(codes=self.codes, scale=self.scale[:, None])
 
 
@@ -333,6 +335,8 @@ def scale_dtype(dtype: torch.dtype) -> torch.dtype:
 
 class LlmInt8(Int8):
     """Codes and scales of `Int8`; each input has a scale of its own, as each row of the weight has."""
+
+    changes_inputs = True
 
     def can_round_inputs(self, *, faster: bool = False) -> bool:
         """No: it rounds them in its own way."""

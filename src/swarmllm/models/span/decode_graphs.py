@@ -62,7 +62,7 @@ class StaticInputs:
         pairs: Sequence[tuple[int, int]],
         position_ids: Tensor | None = None,
     ) -> None:
-        """Copy hidden states `[…, hidden]` of several calls, and the (row, position) of each; the rest belongs to
+        """Copy hidden states `[batch, seq, hidden]` of calls, and the (row, position) of each; the rest belongs to
         nobody.
 
         `position_ids` `[1, number of pairs]` are given if they differ from the positions.
@@ -73,8 +73,9 @@ class StaticInputs:
         self._integers[size].copy_(host, non_blocking=True)
         if position_ids is not None:
             self._integers[size][2, : len(pairs)].copy_(position_ids[0], non_blocking=True)
-        flat = [one.reshape(-1, one.shape[-1]) for one in hidden]
-        torch.cat(flat, out=self.hidden[0, : len(pairs)])
+        if any(len(one) > 1 for one in hidden):  # several rows in one call
+            hidden = [one.reshape(1, -1, one.shape[-1]) for one in hidden]
+        torch.cat(list(hidden), dim=1, out=self.hidden[:, : len(pairs)])
 
 
 class DecodeGraphs:
@@ -149,7 +150,7 @@ class DecodeGraphs:
         random = torch.Generator().manual_seed(size)
         hidden = torch.randn(size, self.inputs.hidden.shape[-1], generator=random)
         pairs = [(table.rows[0], START + idx) for idx in range(size)]
-        self.inputs.fill(size, [hidden.to(self.inputs.hidden)], pairs)
+        self.inputs.fill(size, [hidden.to(self.inputs.hidden)[None]], pairs)
         return table
 
 

@@ -17,14 +17,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from swarmllm.models.quantization import cuda
+from swarmllm.models.quantization.cuda import Matrix
+from swarmllm.models.quantization.cuda_products import wait_for_inputs
+
 GATE_COLUMNS = 1024
-MULTIPLY_TILE = (4, 1024, 4)
-"""Rows and columns of the weight that a program reads at a time, and warps: the best of seven for 4096 x 4096 to 11008
-on an H200."""
 
 
 @triton.jit
-def _normalize(X, G, Y, eps, K: tl.constexpr, KP: tl.constexpr):
+def _normalize(X, G, Y, eps, K: tl.constexpr, KP: tl.constexpr, starts_early: tl.constexpr):
+    wait_for_inputs(starts_early)
     row, k = tl.program_id(0).to(tl.int64), tl.arange(0, KP)
     x = tl.load(X + row * K + k, mask=k < K, other=0.0)
     f = x.to(tl.float32)
@@ -53,9 +55,10 @@ def _rotate(
     Q, K, V, COS, SIN, GQ, GK, PAGES_K, PAGES_V, TABLES, ROWS, POSITIONS, Y,
     eps, table_width, q_token, k_token, v_token, cos_token,
     HQ: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr,
-    NORM: tl.constexpr,
+    NORM: tl.constexpr, starts_early: tl.constexpr,
 ):  # fmt: skip
     """HQ heads of queries, H of keys; the first R of the D numbers of each head are rotated."""
+    wait_for_inputs(starts_early)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, DP)
     real, turned = d < D, d < R
@@ -84,7 +87,8 @@ def _silu(x):
 
 
 @triton.jit
-def _gate(G, U, Y, g_row, u_row, N, BN: tl.constexpr):
+def _gate(G, U, Y, g_row, u_row, N, BN: tl.constexpr, starts_early: tl.constexpr):
+    wait_for_inputs(starts_early)
     row, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BN + tl.arange(0, BN)
     g = tl.load(G + row * g_row + n, mask=n < N, other=0.0)
     u = tl.load(U + row * u_row + n, mask=n < N, other=0.0)
@@ -92,41 +96,153 @@ def _gate(G, U, Y, g_row, u_row, N, BN: tl.constexpr):
 
 
 @triton.jit
-def _multiply(
-    X, G, W, B, R, Y, N, eps, K: tl.constexpr, KP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr,
+def _codes(W, row, k, there, K: tl.constexpr, PB: tl.constexpr, NG: tl.constexpr, H: tl.constexpr):
+    """`[BN, NG, H]`: some bytes of weights from column k on, as groups."""
+    at = k // PB + tl.arange(0, NG)[:, None] * H + tl.arange(0, H)[None, :]
+    ok = there[:, None, None] & (at < K // PB)[None]
+    return tl.load(W + row[:, None, None] * (K // PB) + at[None], mask=ok, other=0.0)
+
+
+@triton.jit
+def _inputs(X, G, at, r, K: tl.constexpr, NORM: tl.constexpr):
+    """Inputs in float32, normalized if NORM."""
+    x = tl.load(X + at, mask=at < K, other=0.0)
+    if NORM:
+        x = tl.load(G + at, mask=at < K, other=0.0) * (x.to(tl.float32) * r).to(x.dtype)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _floats(codes, table, DECODE: tl.constexpr):
+    """Codes of one in a byte, or whole weights, in float32."""
+    if DECODE != "":
+        return tl.inline_asm_elementwise(DECODE, "=r,=r,=r,=r,r", [codes], dtype=tl.float32, is_pure=True, pack=4)
+    else:
+        return codes.to(tl.float32)
+
+
+@triton.jit
+def _halves(codes, table, DECODE: tl.constexpr, HIGH_FIRST: tl.constexpr, dtype: tl.constexpr):
+    """The values of the two codes in each byte, in float32."""
+    if DECODE != "":
+        pairs = tl.inline_asm_elementwise(DECODE, "=r,=r,=r,=r,r", [codes], dtype=tl.uint32, is_pure=True, pack=4)
+        first = (pairs & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
+        second = (pairs >> 16).to(tl.uint16).to(dtype, bitcast=True)
+    else:
+        first = tl.load(table + (codes >> 4 if HIGH_FIRST else codes & 15).to(tl.int32))
+        second = tl.load(table + (codes & 15 if HIGH_FIRST else codes >> 4).to(tl.int32))
+    return first.to(tl.float32), second.to(tl.float32)
+
+
+@triton.jit
+def _of_groups(at, row, group, there, exists, GROUPS: tl.constexpr):
+    """`[BN, NG, 1]`: scales of groups, or what else there is one of for each."""
+    ok = there[:, None] & exists[None, :]
+    return tl.load(at + row[:, None] * GROUPS + group[None, :], mask=ok, other=0.0).to(tl.float32)[:, :, None]
+
+
+@triton.jit
+def _add_products(
+    sums, codes, X, G, S, Z, L, table, r, row, k, there, dtype: tl.constexpr,
+    K: tl.constexpr, PB: tl.constexpr, NG: tl.constexpr, H: tl.constexpr, GROUP: tl.constexpr, DECODE: tl.constexpr,
+    HIGH_FIRST: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr, ZERO: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """Y[N] = W[N, K] @ norm(X); GATED: rows N.. of W are "up", and Y = silu(gate) * up."""
+    """`sums` `[BN, NG, H]` and the products of these codes with the inputs from column k on."""
+    at = k + (tl.arange(0, NG)[:, None] * H + tl.arange(0, H)[None, :]) * PB
+    x = _inputs(X, G, at, r, K, NORM)[None]
+    begin = k + tl.arange(0, NG) * (H * PB)
+    group, exists = begin // GROUP, begin < K
+    if ZERO:
+        zero = _of_groups(Z, row, group, there, exists, K // GROUP)
+    if PB == 2:
+        first, second = _halves(codes, table, DECODE, HIGH_FIRST, dtype)
+        y = _inputs(X, G, at + 1, r, K, NORM)[None]
+        if ZERO:
+            first -= zero
+            second -= zero
+        products = first * x + second * y
+        x += y
+    else:
+        weights = _floats(codes, table, DECODE)
+        if ZERO:
+            weights -= zero
+        products = weights * x
+    if SCALED:
+        sums += products * _of_groups(S, row, group, there, exists, K // GROUP)
+    else:
+        sums += products
+    if LEAST:
+        sums += _of_groups(L, row, group, there, exists, K // GROUP) * x
+    return sums
+
+
+@triton.jit
+def _total(
+    sums, S, F, B, row, there, SCALED: tl.constexpr, BY_ROW: tl.constexpr, FACTOR: tl.constexpr,
+    DIVIDES: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """`[BN]`: the complete sums."""
+    total = tl.sum(tl.sum(sums, 2), 1)
+    if BY_ROW:
+        total *= tl.load(S + row, mask=there, other=0.0).to(tl.float32)
+    if FACTOR:
+        factor = tl.load(F + row, mask=there, other=1.0).to(tl.float32)
+        total = total / factor if DIVIDES else total * factor
+    if BIAS:
+        total += tl.load(B + row, mask=there, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
+def _multiply(
+    X, G, W, S, Z, L, F, table, B, R, Y, N, eps,
+    K: tl.constexpr, KP: tl.constexpr, BN: tl.constexpr, NG: tl.constexpr, H: tl.constexpr, PB: tl.constexpr,
+    GROUP: tl.constexpr, DECODE: tl.constexpr, HIGH_FIRST: tl.constexpr, SCALED: tl.constexpr, BY_ROW: tl.constexpr,
+    ZERO: tl.constexpr, LEAST: tl.constexpr, FACTOR: tl.constexpr, DIVIDES: tl.constexpr,
+    NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, starts_early: tl.constexpr,
+):  # fmt: skip
+    """Y[N] = W[N, K] @ norm(X); GATED: rows N.. of W are "up", and Y = silu(gate) * up.
+
+    A program reads BN rows of W, NG times H bytes of each at a time; PB weights are in a byte, or in what is stored.
+    """
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
-    there = rows < N
+    there, row = rows < N, rows.to(tl.int64)
+    BK: tl.constexpr = NG * H * PB
+    codes = _codes(W, row, 0, there, K, PB, NG, H)
+    if GATED:
+        up_codes = _codes(W, row + N, 0, there, K, PB, NG, H)
+    wait_for_inputs(starts_early)
+    dtype: tl.constexpr = X.dtype.element_ty
     r = 1.0
     if NORM:
         kk = tl.arange(0, KP)
         whole = tl.load(X + kk, mask=kk < K, other=0.0).to(tl.float32)
         r = 1.0 / tl.sqrt(tl.sum(whole * whole, 0) / K + eps)
-    acc = tl.zeros([BN, BK], tl.float32)
-    up = tl.zeros([BN, BK], tl.float32)
-    at = W + rows.to(tl.int64)[:, None] * K
-    for k in range(0, K, BK):
-        ks = k + tl.arange(0, BK)
-        x = tl.load(X + ks, mask=ks < K, other=0.0)
-        if NORM:
-            g = tl.load(G + ks, mask=ks < K, other=0.0)
-            x = g * (x.to(tl.float32) * r).to(x.dtype)
-        f = x.to(tl.float32)
-        ok = there[:, None] & (ks[None, :] < K)
-        acc += tl.load(at + ks[None, :], mask=ok, other=0.0).to(tl.float32) * f[None, :]
-        if GATED:
-            up += tl.load(at + N * K + ks[None, :], mask=ok, other=0.0).to(tl.float32) * f[None, :]
-    total = tl.sum(acc, 1)
-    if BIAS:
-        total += tl.load(B + rows, mask=there, other=0.0).to(tl.float32)
-    y = total.to(Y.dtype.element_ty)
+    sums = _add_products(
+        tl.zeros([BN, NG, H], tl.float32), codes, X, G, S, Z, L, table, r, row, 0, there, dtype,
+        K, PB, NG, H, GROUP, DECODE, HIGH_FIRST, NORM, SCALED, ZERO, LEAST,
+    )  # fmt: skip
     if GATED:
-        total = tl.sum(up, 1)
-        if BIAS:
-            total += tl.load(B + N + rows, mask=there, other=0.0).to(tl.float32)
-        y = _silu(y) * total.to(Y.dtype.element_ty)
+        ups = _add_products(
+            tl.zeros([BN, NG, H], tl.float32), up_codes, X, G, S, Z, L, table, r, row + N, 0, there, dtype,
+            K, PB, NG, H, GROUP, DECODE, HIGH_FIRST, NORM, SCALED, ZERO, LEAST,
+        )  # fmt: skip
+    for k in range(BK, K, BK):
+        more = _codes(W, row, k, there, K, PB, NG, H)
+        if GATED:
+            more_ups = _codes(W, row + N, k, there, K, PB, NG, H)
+        sums = _add_products(
+            sums, more, X, G, S, Z, L, table, r, row, k, there, dtype,
+            K, PB, NG, H, GROUP, DECODE, HIGH_FIRST, NORM, SCALED, ZERO, LEAST,
+        )  # fmt: skip
+        if GATED:
+            ups = _add_products(
+                ups, more_ups, X, G, S, Z, L, table, r, row + N, k, there, dtype,
+                K, PB, NG, H, GROUP, DECODE, HIGH_FIRST, NORM, SCALED, ZERO, LEAST,
+            )  # fmt: skip
+    y = _total(sums, S, F, B, row, there, SCALED, BY_ROW, FACTOR, DIVIDES, BIAS).to(dtype)
+    if GATED:
+        y = _silu(y) * _total(ups, S, F, B, row + N, there, SCALED, BY_ROW, FACTOR, DIVIDES, BIAS).to(dtype)
     if RESIDUAL:
         y = tl.load(R + rows, mask=there, other=0.0) + y
     tl.store(Y + rows, y, mask=there)
@@ -136,7 +252,9 @@ def normalize(inputs: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMS norm of `[total, hidden]`."""
     size = inputs.shape[-1]
     output = torch.empty_like(inputs)
-    _normalize[(len(inputs),)](inputs, weight, output, eps, size, triton.next_power_of_2(size), num_warps=8)
+    _normalize[(len(inputs),)](
+        inputs, weight, output, eps, size, triton.next_power_of_2(size), num_warps=8, **cuda.starts_early(inputs)
+    )
     return output
 
 
@@ -164,7 +282,7 @@ def rotate(
         query, key, value, cos, sin, of_query, of_key, keys, values, tables, *places, output,
         eps, tables.shape[1], query.stride(0), key.stride(0), value.stride(0), cos.stride(0),
         num_heads, heads, head_dim, triton.next_power_of_2(head_dim), cos.shape[-1], page_tokens, norms is not None,
-        num_warps=1,
+        num_warps=1, **cuda.starts_early(query),
     )  # fmt: skip
     return output
 
@@ -174,31 +292,64 @@ def gate(gates: Tensor, ups: Tensor) -> Tensor:
     total, size = gates.shape
     output = torch.empty(total, size, dtype=gates.dtype, device=gates.device)
     grid = total, triton.cdiv(size, GATE_COLUMNS)
-    _gate[grid](gates, ups, output, gates.stride(0), ups.stride(0), size, GATE_COLUMNS, num_warps=4)
+    _gate[grid](
+        gates, ups, output, gates.stride(0), ups.stride(0), size, GATE_COLUMNS, num_warps=4, **cuda.starts_early(gates)
+    )
     return output
 
 
 def multiply(
     inputs: Tensor,
-    weight: Tensor,
+    weight: Tensor | Matrix,
     bias: Tensor | None = None,
     *,
     norm: tuple[Tensor, float] | None = None,
     residual: Tensor | None = None,
     gated: bool = False,
+    tile: tuple[int, int, int] | None = None,
 ) -> Tensor:
     """`[1, out]`: the product of one position with `weight` `[out, in]`.
 
-    `gated`: `weight` `[2 * out, in]` holds the rows of gate, then those of up. The result is silu(gate) * up.
+    `gated`: `weight` `[2 * out, in]` holds the rows of gate, then those of up. The result is silu(gate) * up. `tile`:
+    rows, columns and warps of a program, to compare.
     """
-    num_rows, size = weight.shape[0] // (2 if gated else 1), weight.shape[1]
+    matrix = weight if isinstance(weight, Matrix) else None
+    codes = weight if isinstance(weight, Tensor) else weight.codes
+    per_byte = 1 if matrix is None else matrix.per_byte
+    num_rows, size = codes.shape[0] // (2 if gated else 1), codes.shape[1] * per_byte
+    rows, columns, warps = tile or _tile_of(codes, matrix, gated)
+    group = size if matrix is None or matrix.scales_outputs else matrix.group
+    together = columns if group == size else min(columns, group & -group)
+    given = (None,) * 4 if matrix is None else (matrix.scale, matrix.zero, matrix.least, matrix.factor)
+    scale, zero, least, factor = parts = [None if part is None else part.contiguous() for part in given]
+    table = None if matrix is None else cuda.table_of(matrix, inputs)
     output = torch.empty(1, num_rows, dtype=inputs.dtype, device=inputs.device)
-    of_norm, eps = norm or (inputs, 0.0)
-    rows, columns, warps = MULTIPLY_TILE
+    of_norm, eps = norm or (None, 0.0)
     _multiply[(triton.cdiv(num_rows, rows),)](
-        inputs, of_norm, weight, inputs if bias is None else bias, inputs if residual is None else residual, output,
-        num_rows, eps, size, triton.next_power_of_2(size), rows, columns,
+        inputs, of_norm, codes.contiguous(), *parts, table, bias, residual, output, num_rows, eps,
+        size, triton.next_power_of_2(size), rows, columns // together, together // per_byte, per_byte,
+        group, _instructions(codes, matrix, inputs), matrix is not None and matrix.high_first,
+        scale is not None and group < size, scale is not None and group == size,
+        zero is not None, least is not None, factor is not None, matrix is not None and matrix.divides,
         norm is not None, bias is not None, residual is not None, gated,
-        num_warps=warps,
+        num_warps=warps, **cuda.starts_early(inputs),
     )  # fmt: skip
     return output
+
+
+def _tile_of(codes: Tensor, matrix: Matrix | None, gated: bool) -> tuple[int, int, int]:
+    """Rows and columns of the weight that a program reads at a time, and warps.
+
+    The best of 15 on an H200 for 12288, 4096 and 2 × 11008 rows of 4096, and 4096 of 11008.
+    """
+    if matrix is None:
+        return 4, 1024, 4
+    is_short = gated if matrix.scales_outputs else len(codes) >= cuda.MANY_ROWS
+    return 8, 512 if is_short else 1024, 4
+
+
+def _instructions(codes: Tensor, matrix: Matrix | None, inputs: Tensor) -> str:
+    """Instructions that decode what is stored; "": none are needed, or a table is read."""
+    if matrix is None or matrix.values is not None:
+        return "" if matrix is None else cuda.instructions_for(matrix, inputs)
+    return cuda.bytes_to_floats(codes)

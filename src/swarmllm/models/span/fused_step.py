@@ -5,8 +5,8 @@ queries and keys rotated, perhaps normalized by head. A comparison with the mode
 compute that. Around the blocks, the model's own code runs: it makes positions, rotations and masks. Then queries, keys
 and values become one product, and gate and up another; the modules keep views of the joined weights.
 
-A weight that isn't a plain tensor is multiplied by its own module; everything else stays the same. Used by `packing`;
-needs Triton.
+So do packed weights, whose codes and scales are joined. A weight that no kernel takes is multiplied by its own module;
+everything else stays the same. Used by `packing`; needs Triton.
 """
 
 import logging
@@ -21,6 +21,9 @@ from torch.nn import functional
 
 from swarmllm.data_structures import Span
 from swarmllm.models.block_slots import Recorder
+from swarmllm.models.quantization import QuantizedWeight, cuda
+from swarmllm.models.quantization.cuda import Matrix
+from swarmllm.models.quantization.packed import Packed
 from swarmllm.models.span import fused_kernels
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.packed_caches import PackingUnsupportedError
@@ -45,38 +48,57 @@ class Product:
     """Matrices with the same inputs; one matrix after `join`."""
 
     modules: tuple[nn.Linear, ...]
-    weight: Tensor | None = None
+    weight: Tensor | Packed | None = None
     bias: Tensor | None = None
+    matrix: Tensor | Matrix | None = None
+    """The joined weight as `fused_kernels.multiply` takes it; None if it doesn't."""
 
     @property
     def sizes(self) -> list[int]:
         return [int(module.weight.shape[0]) for module in self.modules]
 
     def join(self) -> None:
-        """Join the weights, if they are plain tensors; the modules keep views."""
-        if not all(type(one.weight) is nn.Parameter and one.weight.is_contiguous() for one in self.modules):
-            return
+        """Join the weights, if they are plain tensors or packed in one form; the modules keep views."""
         biases: list[Tensor | None] = [one.bias for one in self.modules]
         given = [one for one in biases if one is not None]
         if given and len(given) < len(biases):
             return
-        self.weight = _joined([one.weight for one in self.modules])
+        weights: list[Any] = [one.weight for one in self.modules]
+        if all(isinstance(one, QuantizedWeight) for one in weights):
+            self.weight = _joined_packed([one.packed for one in weights])
+        elif all(type(one) is nn.Parameter and one.is_contiguous() for one in weights):
+            self.weight = _joined(weights)
+        if self.weight is None:
+            return
         self.bias = _joined(given) if given else None
+        self.matrix = _for_kernel(self.weight) if isinstance(self.weight, Packed) else self.weight
 
     def __call__(self, inputs: Tensor) -> list[Tensor]:
         """`[total, in]` → `[total, out]` of each."""
         if self.weight is None:
             return [module(inputs) for module in self.modules]
-        return list(torch.split(functional.linear(inputs, self.weight, self.bias), self.sizes, dim=-1))
+        if isinstance(self.weight, Packed):
+            outputs = self.weight.linear(inputs, self.bias)
+        else:
+            outputs = functional.linear(inputs, self.weight, self.bias)
+        return list(torch.split(outputs, self.sizes, dim=-1))
 
     def added_to(self, residual: Tensor, inputs: Tensor) -> Tensor:
         """The residual, changed in place where that saves a kernel."""
         (module,) = self.modules
-        if self.weight is None or self.bias is not None:
-            residual += module(inputs)
-            return residual
-        residual.addmm_(inputs, self.weight.t())
+        matrix = None if self.bias is not None else self.matrix
+        if isinstance(matrix, Matrix) and cuda.takes(inputs, matrix):
+            return cuda.multiply(inputs, matrix, residual=residual)
+        if isinstance(matrix, Tensor):
+            return residual.addmm_(inputs, matrix.t())
+        residual += module(inputs)
         return residual
+
+
+def _for_kernel(packed: Packed) -> Matrix | None:
+    single = torch.empty(1, packed.shape[1], dtype=packed.dtype, device=packed.device)
+    matrix = None if packed.changes_inputs else packed.cuda_matrix()
+    return matrix if matrix is not None and cuda.takes(single, matrix) else None
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
@@ -86,6 +108,22 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
     for tensor, part in zip(tensors, torch.split(joined, [len(tensor) for tensor in tensors]), strict=True):
         tensor.data = part
     return joined
+
+
+def _joined_packed(weights: Sequence[Packed]) -> Packed | None:
+    """Packed weights as one; None if they have unlike forms, or their parts aren't row by row."""
+    first, tensors = weights[0], [one.tensors() for one in weights]
+    names = list(tensors[0])
+    for one, parts in zip(weights, tensors, strict=True):
+        likeness = [(type(weight), weight.dtype, weight.rounds_inputs) for weight in (one, first)]
+        if likeness[0] != likeness[1] or list(parts) != names or len(one.shape) != 2:
+            return None
+        for name, part in parts.items():
+            like = tensors[0][name]
+            if len(part) != one.shape[0] or part.shape[1:] != like.shape[1:] or part.dtype != like.dtype:
+                return None
+    joined = {name: _joined([parts[name] for parts in tensors]) for name in names}
+    return type(first)(**joined, dtype=first.dtype)
 
 
 @dataclass(eq=False)
@@ -114,7 +152,8 @@ class FusedBlock:
 
     @property
     def is_joined(self) -> bool:
-        return all(one.weight is not None for one in (self.qkv, self.output, self.gate_up, self.down))
+        """True if kernels multiply all weights, after `join`."""
+        return all(one.matrix is not None for one in (self.qkv, self.output, self.gate_up, self.down))
 
     def __call__(self, hidden: Tensor, batch: PagedBatch, cos_sin: tuple[Tensor, Tensor], window: int) -> Tensor:
         """`[total, hidden]` → the same, which may be changed in place."""
@@ -134,7 +173,7 @@ class FusedBlock:
             _norm(self.block.post_attention_layernorm),
         )
         qkv, output, gate_up, down = (
-            (one.weight, one.bias) for one in (self.qkv, self.output, self.gate_up, self.down)
+            (one.matrix, one.bias) for one in (self.qkv, self.output, self.gate_up, self.down)
         )
         states = torch.split(multiply(hidden, *qkv, norm=before), self.qkv.sizes, dim=-1)  # type: ignore[arg-type]
         hidden = multiply(attend(list(states)), *output, residual=hidden)  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ when a call runs; this module knows no queue and no clock.
 """
 
 import inspect
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -276,11 +277,12 @@ def place(calls: Sequence[SessionCall]) -> tuple[PagePool, PlacedRow]:
         table, seq_len = call.cache.table, call.inputs.seq_len
         if pool is None or table is None or table.pool is not pool:
             raise PackingUnsupportedError("keys and values are not in one pool")
-        table.prepare(call.inputs.batch_size, call.end_position)
+        positions = range(call.cache.length, call.end_position)
+        table.prepare(call.inputs.batch_size, positions.stop)
         for row in table.rows:
             if seq_len > SHORT_TOKENS:
                 long_calls.append((len(pairs), seq_len))
-            pairs += ((row, position) for position in range(call.cache.length, call.end_position))
+            pairs += zip(itertools.repeat(row), positions, strict=False)
         if seq_len <= SHORT_TOKENS:
             num_short = len(pairs)
     assert pool is not None
@@ -480,9 +482,11 @@ class Packer:
             return False
         if inputs.num_prefix != call.cache.num_prefix:
             return False  # alone, `BlockSpan.forward` begins with it
-        if call.span not in self.blocks.span or {call.span.start, call.span.end} & set(traits.forbidden_cuts):
+        if call.span not in self.blocks.span or inputs.token_type_ids is not None:
             return False
-        if any(getattr(inputs, name) is None for name in traits.extra_inputs) or inputs.token_type_ids is not None:
+        if call.span.start in traits.forbidden_cuts or call.span.end in traits.forbidden_cuts:
+            return False
+        if traits.extra_inputs and any(getattr(inputs, name) is None for name in traits.extra_inputs):
             return False
         if inputs.hidden_states.dtype != self.blocks.dtype:
             return False

@@ -186,7 +186,8 @@ class PagePool:
         """`[rows, pages]`: the pages of each row of a session's batch, in order."""
         self._free_pages = list(range(num_pages - 1, 0, -1))
         self._free_rows = list(range(len(self.tables) - 1, 0, -1))
-        self._uses = [0] * num_pages
+        self.uses = [0] * num_pages
+        """The number of users of each page."""
         self._given_back: deque[_Held] = deque()
         """Pages and rows of sessions that are gone, for `_collect`; any thread may have dropped them."""
 
@@ -214,7 +215,7 @@ class PagePool:
                 "all pages of this server's KV cache are in use: take another server, or a shorter text"
             )
         page = self._free_pages.pop()
-        self._uses[page] = 1
+        self.uses[page] = 1
         return page
 
     def take_rows(self, count: int) -> list[int]:
@@ -236,17 +237,17 @@ class PagePool:
     def share(self, pages: Sequence[int]) -> None:
         """Count one more user of these pages."""
         for page in pages:
-            self._uses[page] += 1
+            self.uses[page] += 1
 
     def drop(self, pages: Sequence[int]) -> None:
         """Count one user less of each of these pages; free those without users."""
         for page in pages:
-            self._uses[page] -= 1
-            if not self._uses[page]:
+            self.uses[page] -= 1
+            if not self.uses[page]:
                 self._free_pages.append(page)
 
     def is_shared(self, page: int) -> bool:
-        return self._uses[page] > 1
+        return self.uses[page] > 1
 
     def copy_page(self, page: int) -> int:
         """Replace a shared page by a copy for one user; returns its number."""
@@ -326,13 +327,14 @@ class PageTable:
         Raises:
             CacheFullError: there is no room; what was there is unchanged.
         """
-        self._held.rows += [(row, []) for row in self.pool.take_rows(max(0, batch_size - len(self._held.rows)))]
+        if len(self._held.rows) < batch_size:
+            self._held.rows += [(row, []) for row in self.pool.take_rows(batch_size - len(self._held.rows))]
         num_pages = -(-end // PAGE_TOKENS)
         if num_pages > self.pool.tables.shape[1]:
             raise CacheFullError(f"a text of {end} positions is longer than this server's table of pages")
-        first = self.length // PAGE_TOKENS
+        first, uses = self.length // PAGE_TOKENS, self.pool.uses
         for row, pages in self._held.rows:
-            if len(pages) == num_pages and not any(map(self.pool.is_shared, pages[first:])):
+            if len(pages) == num_pages and all(uses[page] == 1 for page in pages[first:]):
                 continue  # the usual step
             try:
                 for idx in range(first, min(len(pages), num_pages)):

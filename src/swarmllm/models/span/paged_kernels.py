@@ -13,6 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from swarmllm.models.quantization.cuda import starts_early
+from swarmllm.models.quantization.cuda_products import wait_for_inputs
+
 Places = tuple[Tensor, Tensor]
 """The row of the table, and the position in it, of each new position."""
 LEAST = -1e30
@@ -30,7 +33,9 @@ def _write(
     K, V, NEW_K, NEW_V, TABLES, ROWS, POSITIONS,
     table_width, k_head, k_token, v_head, v_token,
     H: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr,
+    starts_early: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(starts_early)
     token, head = tl.program_id(0), tl.program_id(1)
     position = tl.load(POSITIONS + token)
     row = tl.load(ROWS + token).to(tl.int64)
@@ -59,9 +64,10 @@ def _attend(
     scale, table_width, q_head, q_token,
     H: tl.constexpr, G: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr,
-    TILED: tl.constexpr, START: tl.constexpr,
+    TILED: tl.constexpr, START: tl.constexpr, starts_early: tl.constexpr,
 ):  # fmt: skip
     """H heads of keys, G of queries for each; BM queries at a time, BN keys."""
+    wait_for_inputs(starts_early)
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, number = tile, 1
     if TILED:
@@ -106,7 +112,8 @@ def _attend(
 
 
 @triton.jit
-def _join(PART, TOP, SUM, Y, DV: tl.constexpr, DVP: tl.constexpr, SPLITS: tl.constexpr):
+def _join(PART, TOP, SUM, Y, DV: tl.constexpr, DVP: tl.constexpr, SPLITS: tl.constexpr, starts_early: tl.constexpr):
+    wait_for_inputs(starts_early)
     at = tl.program_id(0).to(tl.int64)
     d, split = tl.arange(0, DVP), tl.arange(0, SPLITS)
     top = tl.load(TOP + at * SPLITS + split)
@@ -128,7 +135,7 @@ def write_pages(
         keys, values, new_keys, new_values, tables, *places,
         tables.shape[1], *new_keys.stride()[1:3], *new_values.stride()[1:3],
         heads, key_dim, _padded(key_dim), value_dim, _padded(value_dim), page_tokens,
-        num_warps=1,
+        num_warps=1, **starts_early(keys),
     )  # fmt: skip
 
 
@@ -181,7 +188,9 @@ def _attend_each(
     top, total = (torch.empty(shape, dtype=torch.float32, device=query.device) for _ in range(2))
     parts = part, top, total
     _launch(query, pages, places, places[0], output, parts, scale, window, grid=num_short, splits=splits)
-    _join[(num_short * num_heads,)](*parts, output, value_dim, _padded(value_dim), splits, num_warps=1)
+    _join[(num_short * num_heads,)](
+        *parts, output, value_dim, _padded(value_dim), splits, num_warps=1, **starts_early(query)
+    )
 
 
 def _launch(
@@ -210,7 +219,7 @@ def _launch(
         heads, shared, key_dim, _padded(key_dim), value_dim, _padded(value_dim),
         page_tokens, max(16, triton.next_power_of_2(tokens * shared)), num_keys, splits, window,
         is_tiled, LEAST,
-        num_warps=4, num_stages=1 if is_large else 2,
+        num_warps=4, num_stages=1 if is_large else 2, **starts_early(query),
     )  # fmt: skip
 
 
