@@ -4,6 +4,7 @@ Used by `session`, which takes steps in and passes outputs on; knows neither str
 the size of hidden states and attention weights that a client wants to see, for steps and for sessionless requests.
 """
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -46,6 +47,10 @@ meanwhile."""
 
 DECODE_TOKENS = 16
 """Most positions of a step that counts as decoding: a client waits for the next token (speculation sends a few)."""
+
+HASHED_ON_LOOP_BYTES = 4 << 20
+"""Longer steps of prompts are hashed in a thread. Measured: so many bytes take 0.3 ms, as long as a way to a thread and
+back. They take 20 ms on processors without instructions for AES."""
 
 
 def wanted_inner(
@@ -288,8 +293,9 @@ class StepRunner:
         self.pieces = []
         try:
             with block_errors_translated():
-                if prefix is not None:
-                    reuse = partial(self._reuse, prefix, header, inputs)
+                # If the thread is busy, another session may compute the first page before this one's turn.
+                if prefix is not None and (await _read(prefix, header, inputs) or self.device_thread.num_calls):
+                    reuse = partial(self._reuse, prefix, header)
                     known = await self.device_thread.run_call(reuse, Priority.PREFILL, self.account())
                 if known.value is not None:
                     length = known.value.shape[traits.batch_axis + 1]
@@ -334,9 +340,14 @@ class StepRunner:
         self.cache.select_batch(header.batch_index or ())
         self.log.select_batch(header.batch_index or ())
 
-    def _reuse(self, prefix: SharedPrefix, header: StepHeader, inputs: BlockInputs) -> Tensor | None:
+    def _reuse(self, prefix: SharedPrefix, header: StepHeader) -> Tensor | None:
         self.bring_cache_to(header, False)
-        return prefix.reuse(self.cache, header.position, inputs)
+        return prefix.reuse(self.cache)
+
+
+async def _read(prefix: SharedPrefix, header: StepHeader, inputs: BlockInputs) -> bool:
+    read = partial(prefix.read, header.position, inputs)
+    return read() if inputs.hidden_states.nbytes <= HASHED_ON_LOOP_BYTES else await asyncio.to_thread(read)
 
 
 class _StepInPieces(SessionStep):
