@@ -37,7 +37,8 @@ from swarmllm.client.view.swarm_view import SwarmView
 from swarmllm.config import ClientConfig
 from swarmllm.data_structures import BlockTraits, RouteHop, Span
 from swarmllm.errors import ConfigurationError, MissingBlocksError, SessionLostError, SwarmError
-from swarmllm.models.boundary.block_inputs import BESIDE, BlockInputs, in_host_memory
+from swarmllm.models.boundary.block_inputs import BESIDE, BlockInputs
+from swarmllm.models.boundary.device_copies import in_host_memory
 from swarmllm.models.boundary.inner_states import are_finite
 from swarmllm.network.wire.protocol import MessageType
 from swarmllm.swarm.retry import Retries

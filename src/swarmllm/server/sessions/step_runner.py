@@ -32,7 +32,7 @@ from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.packing import Packer, SessionCall
 from swarmllm.models.span.span_cache import RollbackUnsupportedError, SpanCache
 from swarmllm.network.wire.messages import BatchHeader, OpenHeader, ReplayHeader, StepHeader
-from swarmllm.server.device.device import block_errors_translated, memory_errors_translated, on_device
+from swarmllm.server.device.device import block_errors_translated, in_dtype, memory_errors_translated
 from swarmllm.server.device.device_thread import DeviceThread, SessionStep, Timed
 from swarmllm.server.device.scheduler import HOUSE, Account, Priority
 from swarmllm.server.sessions.kv_cache import CacheLease, SessionSize
@@ -393,7 +393,7 @@ class _StepInPieces(SessionStep):
         if num_tokens < header.seq_len * header.batch_size:
             inputs = inputs.columns(start, self._num_columns, header.position, blocks.traits)
         self._inner.append(inputs.inner)
-        return SessionCall(on_device(inputs, blocks), runner.span, runner.cache)
+        return SessionCall(in_dtype(inputs, blocks), runner.span, runner.cache)
 
     def join_inner(self) -> None:
         """Join the inner states of all pieces."""
