@@ -20,8 +20,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
-from itertools import pairwise
+from contextlib import ExitStack, suppress
+from itertools import chain, pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,9 @@ SERVERS: dict[str, dict[str, int]] = {"batched": {}, "one by one": {"max_batch_s
 
 
 class Clients:
-    """A process with sessions, one thread each; commands go through a pipe. It starts while others do."""
+    """A process with sessions, one thread each; commands go through a pipe.
+
+    It starts meanwhile: start all processes, and then wait for all (`wait_until_ready`; `measure` does so)."""
 
     def __init__(
         self, path: Path, initial_peers: Sequence[str], dtype: str = "auto", room_tokens: int = ROOM_TOKENS
@@ -63,16 +65,18 @@ class Clients:
         arguments = (theirs, str(path), list(initial_peers), dtype, room_tokens)
         self.process = spawn.Process(target=serve_commands, args=arguments)
         self.process.start()
+        theirs.close()  # so that the end of the process is the end of the pipe
         self._is_ready = False
 
     def wait_until_ready(self) -> None:
+        """Raises: EOFError: the process has ended."""
         if not self._is_ready:
             self.pipe.recv()
             self._is_ready = True
 
     def close(self) -> None:
-        self.wait_until_ready()
-        self.pipe.send(None)
+        with suppress(OSError):  # it has ended
+            self.pipe.send(None)
         self.process.join()
 
 
@@ -133,8 +137,9 @@ def contexts_of(num_clients: int) -> list[int]:
 
 def measure(jobs: Sequence[tuple[Clients, list[int], bool]], seconds: float) -> list[list[float]]:
     """Token times of each client after the warm-up. A job is (process, its contexts, whether it also sends prompts)."""
-    for process, contexts, with_prompts in jobs:
+    for process, _, _ in jobs:
         process.wait_until_ready()
+    for process, contexts, with_prompts in jobs:
         process.pipe.send((contexts, with_prompts))
     for process, _, _ in jobs:
         process.pipe.recv()
@@ -239,6 +244,8 @@ def near(path: Path, args: argparse.Namespace) -> dict[str, list[Any]]:
             swarms[name] = [Clients(path, swarm.initial_peers, args.dtype) for _ in range(args.processes)]
             for process in swarms[name]:
                 stack.callback(process.close)
+        for process in chain.from_iterable(swarms.values()):
+            process.wait_until_ready()  # also those that the first measurements don't use
         if "scaling" in args.only:
             results["scaling"] = scaling(swarms, args.clients, args)
         if "mixed" in args.only:

@@ -346,6 +346,9 @@ def measure_clients(figures: Figures, path: Path, swarms: dict[str, LocalSwarm],
             processes = [Clients(path, swarm.initial_peers, room_tokens=ROOM_TOKENS) for _ in range(sizes.processes)]
             for process in processes:
                 stack.callback(process.close)
+            for process in processes:
+                with contextlib.suppress(EOFError):  # it has ended; its figures say so
+                    process.wait_until_ready()
             for number in sizes.clients:
                 contexts = [sizes.context] * number
                 figures.add(

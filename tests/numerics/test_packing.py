@@ -1,5 +1,6 @@
 """Several sessions in one forward: each gets what it gets alone. `test_architectures` has all architectures."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,8 +28,10 @@ from torch import Tensor
 from swarmllm.data_structures import Span
 from swarmllm.models.architecture import stacks
 from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.boundary.device_copies import copies_on
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.quantization.rules import FULL_PRECISION, Quantization
+from swarmllm.models.span import packing
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
 from swarmllm.models.span.packing import Packing, SessionCall
@@ -73,6 +76,30 @@ def test_parts_of_the_span_at_once(llama: BlockSpan) -> None:
     assert sizes == [2, 2]
     for span, output in zip(spans, outputs, strict=True):
         assert relative_error(output, llama.forward(inputs, span, llama.new_cache(span))) <= RELATIVE
+
+
+def test_inputs_come_from_other_memory(llama: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: calls that are packed are copied together and without their masks, one that runs alone with it."""
+    moved: list[list[frozenset[str]]] = []
+
+    def copied(calls: Sequence[BlockInputs], device: torch.device) -> list[BlockInputs]:
+        moved.append([frozenset(call.tensors()) for call in calls])
+        named = [call.tensors() for call in calls]
+        copies = iter(copies_on([tensor for one in named for tensor in one.values()], device))
+        return [call.with_tensors({name: next(copies) for name in one}) for call, one in zip(calls, named, strict=True)]
+
+    packer, random = packer_of(llama), torch.Generator().manual_seed(4)
+    monkeypatch.setattr(packing, "all_on_device", copied)
+    monkeypatch.setattr(packer, "moves_inputs", True)
+    many = [
+        replace(some_inputs(llama, 2, 4, random), attention_mask=torch.tensor(mask))
+        for mask in ([[1, 1, 1, 1]] * 2, [[1, 1, 1, 1]] * 2, [[0, 0, 1, 1], [1, 1, 1, 1]])
+    ]
+    outcomes = packer.run_calls([SessionCall(inputs, llama.span, llama.new_cache()) for inputs in many])
+    alone = frozenset({"hidden_states"})
+    assert moved == [[alone, alone], [alone | {"attention_mask"}]]
+    for inputs, outcome in zip(many, outcomes, strict=True):
+        assert relative_error(outcome, llama.forward(inputs, None, llama.new_cache())) <= RELATIVE
 
 
 @pytest.mark.parametrize("model_type", ["mistral", "qwen2", "bloom"])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from swarmllm.data_structures import Span
 from swarmllm.errors import CorruptActivationsError
-from swarmllm.models.boundary.inner_states import Described, InnerStates
+from swarmllm.models.boundary.inner_states import Described, InnerStates, are_finite
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LENGTH = 6
@@ -109,3 +109,10 @@ def test_sizes_are_counted() -> None:
         InnerStates({1}).take(
             (), (), {}, span=Span(0, 2), like=torch.zeros(1, 1, 1), batch_axis=0, end=1, mask=None, peer_id="peer"
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@given(values=st.lists(st.floats(width=16), max_size=40))
+def test_finite_values(values: list[float], dtype: torch.dtype) -> None:
+    tensor = torch.tensor(values).to(dtype)
+    assert are_finite(tensor) is bool(tensor.isfinite().all())

@@ -78,7 +78,7 @@ def run(
         if not prefix.fits(start, step, cache):
             outputs.append(blocks.forward(step, span, cache))
             continue
-        reused = prefix.reuse(cache, start, step)
+        reused = prefix.reuse(cache) if prefix.read(start, step) else None
         done = 0 if reused is None else reused.shape[1]
         parts = [] if reused is None else [reused]
         if done < step.seq_len:
@@ -131,13 +131,12 @@ def test_nothing_is_shared_between_spans_or_kinds_of_inputs(blocks: BlockSpan) -
 
 def test_any_length_can_be_hashed(blocks: BlockSpan) -> None:
     """The piece behind the last whole page may be one position, whose strides torch calls contiguous."""
-    nothing = blocks.new_cache()
     for length in range(1, 1101):
         hidden = torch.zeros(1, length, blocks.embedding_dim)
         inputs = BlockInputs(
             hidden_states=hidden, batch_size=1, seq_len=length, position_ids=torch.arange(length)[None]
         )
-        assert SharedPrefix(PrefixCache(0), blocks, blocks.span).reuse(nothing, 0, inputs) is None
+        assert not SharedPrefix(PrefixCache(0), blocks, blocks.span).read(0, inputs)
 
 
 @given(data=st.data())
@@ -153,7 +152,7 @@ def test_the_layout_in_memory_makes_no_difference(blocks: BlockSpan, data: st.Da
 
     def digests(hidden: torch.Tensor) -> list[tuple[int, bytes]]:
         prefix = SharedPrefix(PrefixCache(0), blocks, blocks.span)
-        prefix.reuse(blocks.new_cache(), 0, BlockInputs(hidden_states=hidden, batch_size=1, seq_len=length))
+        prefix.read(0, BlockInputs(hidden_states=hidden, batch_size=1, seq_len=length))
         return prefix._new
 
     assert digests(elsewhere) == digests(plain)

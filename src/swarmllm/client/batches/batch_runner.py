@@ -37,7 +37,9 @@ from swarmllm.client.view.swarm_view import SwarmView
 from swarmllm.config import ClientConfig
 from swarmllm.data_structures import BlockTraits, RouteHop, Span
 from swarmllm.errors import ConfigurationError, MissingBlocksError, SessionLostError, SwarmError
-from swarmllm.models.boundary.block_inputs import BESIDE, BlockInputs, in_host_memory
+from swarmllm.models.boundary.block_inputs import BESIDE, BlockInputs
+from swarmllm.models.boundary.device_copies import in_host_memory
+from swarmllm.models.boundary.inner_states import are_finite
 from swarmllm.network.wire.protocol import MessageType
 from swarmllm.swarm.retry import Retries
 from swarmllm.swarm.route_costs import RouteCosts
@@ -219,7 +221,7 @@ class RemoteCall(torch.autograd.Function):
                 "servers answer gradients, and no gradients of gradients: call backward() or grad() without "
                 "create_graph=True"
             )
-        if not ctx.may_overflow and not bool(grad_outputs.isfinite().all()):
+        if not ctx.may_overflow and not are_finite(grad_outputs):
             raise ConfigurationError(
                 "the loss is NaN or infinite, so it has no gradient: call zero_grad(), and leave this batch out or "
                 "lower the learning rate"

@@ -35,6 +35,7 @@ from transformers import Cache, PreTrainedConfig
 from swarmllm.data_structures import BlockTraits
 from swarmllm.errors import ConfigurationError
 from swarmllm.models.adapters.block_adapter import BlockAdapter
+from swarmllm.models.boundary.device_copies import in_host_memory, on_device
 from swarmllm.models.boundary.inner_states import InnerStates
 
 AXES = {
@@ -55,21 +56,6 @@ SOURCE = ("encoder_hidden_states", "encoder_attention_mask")
 
 BESIDE = ("inputs_embeds", "encoder_hidden_states", "per_layer_inputs", "deepstack")
 """Tensors that all servers of a route get besides hidden states; their gradients add up."""
-
-
-def queued_copy(tensor: Tensor) -> Tensor:
-    """Begin a copy to host memory. It is complete when the device has finished the work that is queued now."""
-    pin = tensor.device.type == "cuda"  # without pinned memory, each copy would wait for the device
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
-    return copy.copy_(tensor, non_blocking=pin)
-
-
-def in_host_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same tensors in host memory; tensors on a device are copied. Returns when all copies are complete."""
-    copies = [tensor if tensor.device.type == "cpu" else queued_copy(tensor.detach()) for tensor in tensors]
-    for device in {tensor.device for tensor in tensors} - {torch.device("cpu")}:
-        torch.accelerator.current_stream(device).synchronize()
-    return copies
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -281,6 +267,13 @@ class BlockInputs:
         if start and positions is None:
             positions = torch.arange(start, end, device=self.hidden_states.device)[None]
         return replace(cut, attention_mask=None if mask is None else mask[..., start:], position_ids=positions)
+
+
+def all_on_device(calls: Sequence[BlockInputs], device: torch.device) -> list[BlockInputs]:
+    """The same calls with all tensors on that device, by few copies."""
+    named = [call.tensors() for call in calls]
+    moved = iter(on_device([tensor for one in named for tensor in one.values()], device))
+    return [call.with_tensors({name: next(moved) for name in one}) for call, one in zip(calls, named, strict=True)]
 
 
 _NO_TENSORS = ("batch_size", "seq_len", "adapter", "trained", "inner", "whole", "of_texts_alone")

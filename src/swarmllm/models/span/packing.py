@@ -26,7 +26,7 @@ from torch import Tensor
 
 from swarmllm.data_structures import Span
 from swarmllm.errors import LocalProtocolError
-from swarmllm.models.boundary.block_inputs import BlockInputs, arithmetic
+from swarmllm.models.boundary.block_inputs import BlockInputs, all_on_device, arithmetic
 from swarmllm.models.quantization import kernels
 from swarmllm.models.quantization.step import Rows as StepRows
 from swarmllm.models.span.block_span import BlockSpan
@@ -61,7 +61,7 @@ class Packing(Enum):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SessionCall:
-    """One session's next positions: some of its prompt, or a token."""
+    """One session's next positions: some of its prompt, or a token. Its tensors may be in host memory."""
 
     inputs: BlockInputs
     span: Span
@@ -328,6 +328,8 @@ class Packer:
         """The way in use."""
         self.traces = Packing.TRACED in self.ways
         """True if calls of few new positions run traced, whatever the way is."""
+        self.moves_inputs = blocks.device.type != "cpu"
+        """True if inputs may be in other memory than the blocks."""
         self.forward = PackedForward(blocks)
         self._failed: set[Packing] = set()
         """Ways whose failure has been logged."""
@@ -395,7 +397,7 @@ class Packer:
             return self._one_by_one(calls)
         undo = [call.cache.keep_state() for call in calls]
         try:
-            return list(self.forward.run_packed(calls, way))
+            return list(self.forward.run_packed(self._on_device(calls, masks=False), way))
         except Exception as error:  # noqa: BLE001 - perhaps one call is to blame: running each alone shows which
             if way not in self._failed:
                 self._failed.add(way)
@@ -409,10 +411,20 @@ class Packer:
         outcomes: list[OutputOrError] = []
         for call in calls:
             try:
-                outcomes.append(self.blocks.forward(call.inputs, call.span, call.cache))
+                (call_there,) = self._on_device([call])
+                outcomes.append(self.blocks.forward(call_there.inputs, call.span, call.cache))
             except Exception as error:  # noqa: BLE001 - model code on a stranger's inputs: it ends this session alone
                 outcomes.append(error)
         return outcomes
+
+    def _on_device(self, calls: Sequence[SessionCall], *, masks: bool = True) -> Sequence[SessionCall]:
+        """The calls with their tensors on the blocks' device. `masks` False: without masks, as those of plain calls
+        hide nothing."""
+        if not self.moves_inputs:
+            return calls
+        inputs = [call.inputs if masks else replace(call.inputs, attention_mask=None) for call in calls]
+        moved = all_on_device(inputs, self.blocks.device)
+        return [replace(call, inputs=one) for call, one in zip(calls, moved, strict=True)]
 
     # ------------------------------------------------------------------ calls that run together
 

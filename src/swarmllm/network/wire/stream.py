@@ -20,6 +20,7 @@ overtaken. Then both close it.
 
 import asyncio
 import logging
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -66,6 +67,8 @@ LINGER_S = 0.5
 """After ending a stream, read and drop for this long before hanging up. Without it, anything that the peer still sends
 (a PONG is enough) makes our daemon reset the stream, which can overtake our last message. tests/swarm/test_peer has
 a handler that would often not be heard. A half-close doesn't help, because the daemon closes both ways."""
+READ_BYTES = 256 << 10
+"""Most bytes to read from a connection at a time."""
 WRITE_BUFFER_BYTES = 1 << 20
 """`send` waits while more than this is unsent. Control messages may overtake, so they wait at twice as much: they must
 not pile up for a peer that asks and never reads."""
@@ -92,7 +95,18 @@ class Traffic:
 traffic = Traffic()
 
 
-class FrameStream(asyncio.Protocol):
+class _ReadBuffer(threading.local):
+    """Memory for the bytes that a connection has just delivered. Streams decode them at once, so all streams of a
+    thread share it."""
+
+    def __init__(self) -> None:
+        self.view = memoryview(bytearray(READ_BYTES))
+
+
+_read_buffer = _ReadBuffer()
+
+
+class FrameStream(asyncio.BufferedProtocol):
     """Messages to and from one peer. One task may wait in `receive()`, any number in `send()`."""
 
     through_relay = False
@@ -158,6 +172,8 @@ class FrameStream(asyncio.Protocol):
                 previous.connection_lost(None)  # until it hears this, it and its writer keep each other alive
 
         self.gone.add_done_callback(release)
+        if not transport.is_closing():
+            transport.pause_reading()  # transports look how to read for a protocol when they begin
         transport.set_protocol(self)
         return early, previous is None
 
@@ -240,8 +256,16 @@ class FrameStream(asyncio.Protocol):
             await self._inbox.wait()
         return self._inbox.take()
 
-    def data_received(self, data: bytes) -> None:
-        """Called by the event loop."""
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Called by the event loop before it reads."""
+        return _read_buffer.view
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Called by the event loop after it has read into that buffer."""
+        self.data_received(_read_buffer.view[:nbytes])
+
+    def data_received(self, data: ByteChunk) -> None:
+        """Take in bytes; nothing refers to them afterwards."""
         traffic.received_bytes += len(data)
         self.liveness.last_heard_at = self._loop.time()
         if self._ended is not None:
@@ -565,7 +589,7 @@ class Inbox:
         if self._tell is not None:
             self._tell(self.waiting_bytes + self.decoder.unfinished_bytes)
 
-    def feed(self, data: bytes) -> Iterator[Message]:
+    def feed(self, data: ByteChunk) -> Iterator[Message]:
         """Take bytes in; yield PINGs, PONGs and MOVED, which nobody waits for.
 
         Raises:

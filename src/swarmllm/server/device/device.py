@@ -23,7 +23,8 @@ from transformers import PreTrainedConfig
 from swarmllm.errors import ConfigurationError, GroupLostError, RemoteProtocolError, ServerOutOfMemoryError, SwarmError
 from swarmllm.machine_memory import available_memory_bytes, total_memory_bytes
 from swarmllm.models.architecture import as_config_says, is_encoder, text_config
-from swarmllm.models.boundary.block_inputs import BESIDE, BlockInputs, queued_copy
+from swarmllm.models.boundary.block_inputs import BESIDE, BlockInputs
+from swarmllm.models.boundary.device_copies import begin_copies
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.offload import num_slots
 from swarmllm.server.settings import memory_limit_bytes, require_device
@@ -159,11 +160,17 @@ def block_errors_translated() -> Iterator[None]:
 
 def on_device(inputs: BlockInputs, blocks: BlockSpan) -> BlockInputs:
     """Move the inputs to the device and dtype of the blocks."""
-    hidden = inputs.hidden_states
-    fits = hidden.device == blocks.device and hidden.dtype == blocks.dtype
-    if fits and all(getattr(inputs, name) is None for name in BESIDE):
-        return inputs  # the usual case on a CPU
+    if inputs.hidden_states.device == blocks.device:
+        return in_dtype(inputs, blocks)  # the usual case on a CPU
     return inputs.to(blocks.device, blocks.dtype)
+
+
+def in_dtype(inputs: BlockInputs, blocks: BlockSpan) -> BlockInputs:
+    """Convert the inputs to the dtype of the blocks, where they are."""
+    hidden = inputs.hidden_states
+    if hidden.dtype == blocks.dtype and all(getattr(inputs, name) is None for name in BESIDE):
+        return inputs
+    return inputs.to(hidden.device, blocks.dtype)
 
 
 class Accelerator(Protocol):
@@ -184,9 +191,13 @@ class DeviceStream:
         self._device = device
 
     def fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        copies = [queued_copy(tensor) if tensor.device == self._device else tensor for tensor in tensors]
+        places = [place for place, tensor in enumerate(tensors) if tensor.device == self._device]
+        finish = begin_copies([tensors[place] for place in places])
         # Don't wait for the whole device: copies of offloaded blocks may run at the same time.
         torch.accelerator.current_stream(self._device).synchronize()
+        copies = list(tensors)
+        for place, copy in zip(places, finish(), strict=True):
+            copies[place] = copy
         return copies
 
 

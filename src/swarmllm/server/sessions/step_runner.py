@@ -4,6 +4,7 @@ Used by `session`, which takes steps in and passes outputs on; knows neither str
 the size of hidden states and attention weights that a client wants to see, for steps and for sessionless requests.
 """
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,7 +32,7 @@ from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.packing import Packer, SessionCall
 from swarmllm.models.span.span_cache import RollbackUnsupportedError, SpanCache
 from swarmllm.network.wire.messages import BatchHeader, OpenHeader, ReplayHeader, StepHeader
-from swarmllm.server.device.device import block_errors_translated, memory_errors_translated, on_device
+from swarmllm.server.device.device import block_errors_translated, in_dtype, memory_errors_translated
 from swarmllm.server.device.device_thread import DeviceThread, SessionStep, Timed
 from swarmllm.server.device.scheduler import HOUSE, Account, Priority
 from swarmllm.server.sessions.kv_cache import CacheLease, SessionSize
@@ -46,6 +47,10 @@ meanwhile."""
 
 DECODE_TOKENS = 16
 """Most positions of a step that counts as decoding: a client waits for the next token (speculation sends a few)."""
+
+HASHED_ON_LOOP_BYTES = 4 << 20
+"""Longer steps of prompts are hashed in a thread. Measured: so many bytes take 0.3 ms, as long as a way to a thread and
+back. They take 20 ms on processors without instructions for AES."""
 
 
 def wanted_inner(
@@ -288,8 +293,9 @@ class StepRunner:
         self.pieces = []
         try:
             with block_errors_translated():
-                if prefix is not None:
-                    reuse = partial(self._reuse, prefix, header, inputs)
+                # If the thread is busy, another session may compute the first page before this one's turn.
+                if prefix is not None and (await _read(prefix, header, inputs) or self.device_thread.num_calls):
+                    reuse = partial(self._reuse, prefix, header)
                     known = await self.device_thread.run_call(reuse, Priority.PREFILL, self.account())
                 if known.value is not None:
                     length = known.value.shape[traits.batch_axis + 1]
@@ -334,9 +340,14 @@ class StepRunner:
         self.cache.select_batch(header.batch_index or ())
         self.log.select_batch(header.batch_index or ())
 
-    def _reuse(self, prefix: SharedPrefix, header: StepHeader, inputs: BlockInputs) -> Tensor | None:
+    def _reuse(self, prefix: SharedPrefix, header: StepHeader) -> Tensor | None:
         self.bring_cache_to(header, False)
-        return prefix.reuse(self.cache, header.position, inputs)
+        return prefix.reuse(self.cache)
+
+
+async def _read(prefix: SharedPrefix, header: StepHeader, inputs: BlockInputs) -> bool:
+    read = partial(prefix.read, header.position, inputs)
+    return read() if inputs.hidden_states.nbytes <= HASHED_ON_LOOP_BYTES else await asyncio.to_thread(read)
 
 
 class _StepInPieces(SessionStep):
@@ -382,7 +393,7 @@ class _StepInPieces(SessionStep):
         if num_tokens < header.seq_len * header.batch_size:
             inputs = inputs.columns(start, self._num_columns, header.position, blocks.traits)
         self._inner.append(inputs.inner)
-        return SessionCall(on_device(inputs, blocks), runner.span, runner.cache)
+        return SessionCall(in_dtype(inputs, blocks), runner.span, runner.cache)
 
     def join_inner(self) -> None:
         """Join the inner states of all pieces."""
