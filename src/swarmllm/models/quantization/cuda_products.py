@@ -58,9 +58,8 @@ def product(
     """Outputs of some inputs `[num_inputs, width]` and some rows of the weight, a number of columns at a time."""
     wait_for_inputs(starts_early)
     rows = tl.program_id(0) * some_rows + tl.arange(0, some_rows)
-    row_exists = rows < num_rows
     dtype: tl.constexpr = inputs.dtype.element_ty
-    row, group_at = rows.to(tl.int64)[:, None], rows.to(tl.int64) * (width // group)
+    row_exists, row, group_at = rows < num_rows, rows.to(tl.int64)[:, None], rows.to(tl.int64) * (width // group)
     number = (tl.program_id(1) * some_inputs + tl.arange(0, some_inputs))[:, None]
     input_at, input_exists = inputs + number.to(tl.int64) * width, number < num_inputs
     sums = tl.zeros([some_inputs, some_rows], tl.float32)
@@ -97,7 +96,6 @@ def product(
         sums = sums / factors if divides else sums * factors
     place = number.to(tl.int64) * num_rows + rows[None, :]
     is_output = input_exists & row_exists[None, :]
-    result = sums.to(dtype)
     if adds:
-        result += tl.load(residual + place, mask=is_output, other=0.0)
-    tl.store(outputs + place, result, mask=is_output)
+        sums = sums.to(dtype) + tl.load(residual + place, mask=is_output, other=0.0)
+    tl.store(outputs + place, sums.to(dtype), mask=is_output)
