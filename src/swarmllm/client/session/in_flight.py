@@ -47,6 +47,8 @@ class PendingStep:
     """Servers that haven't answered the inner states wanted of them yet."""
     result: Result | None = None
     """The last server's answer."""
+    copying: "asyncio.Task[BlockInputs] | None" = None
+    """Makes `owned` inputs of a long step in a thread, while servers compute."""
 
     @property
     def end(self) -> int:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from swarmllm.client.local_blocks import LocalSpan
 from swarmllm.client.session.chain import Chain
-from swarmllm.client.session.session_text import SessionText
+from swarmllm.client.session.session_text import SessionText, owned
 from swarmllm.data_structures import Span
 from swarmllm.errors import ConfigurationError
 from swarmllm.models.boundary.block_inputs import BlockInputs
@@ -94,7 +94,7 @@ class LocalLeg:
         self._cache = None  # after an error in the middle nobody knows what it holds
         output = self._blocks.forward(inputs, cache=cache)
         self._cache = cache
-        text.append(text.position, inputs)
+        text.append(text.position, owned(inputs))
         return output
 
     def _ready_cache(self) -> SpanCache:

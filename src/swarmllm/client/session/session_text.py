@@ -15,6 +15,11 @@ from swarmllm.models.boundary.block_inputs import BlockInputs, pieces
 from swarmllm.network.wire.messages import MAX_POSITION, Pieces
 
 
+def owned(inputs: BlockInputs) -> BlockInputs:
+    """Copies, because users may change their tensors in place, such as position_ids in a loop."""
+    return inputs.with_tensors({name: tensor.detach().clone() for name, tensor in inputs.tensors().items()})
+
+
 @dataclass(eq=False)
 class TextRoom:
     """Positions for which servers keep room."""
@@ -124,11 +129,9 @@ class SessionText:
     def append(self, position: int, inputs: BlockInputs, pieces: Pieces = ()) -> None:
         """Note that all blocks have seen `inputs` at `position`, and nothing behind them.
 
-        `pieces`: those in which servers say that they have computed it.
+        `inputs` are `owned`. `pieces`: those in which servers say that they have computed it.
         """
-        # Copies, because users may change their tensors in place, such as position_ids in a loop.
-        owned = inputs.with_tensors({name: tensor.detach().clone() for name, tensor in inputs.tensors().items()})
-        self._log.append(position, owned)
+        self._log.append(position, inputs)
         self.position = position + inputs.seq_len
         while self._pieces and self._pieces[-1][0] >= position:
             self._pieces.pop()
@@ -137,7 +140,7 @@ class SessionText:
 
     def remember(self, inputs: BlockInputs) -> None:
         """Note that all blocks have seen `inputs` elsewhere, behind `position`; no cache has them yet."""
-        self.append(self.position, inputs)
+        self.append(self.position, owned(inputs))
         self.computes_anew = True
         self.adapter = inputs.adapter
         self.source_length = max(self.source_length, inputs.source_len)
