@@ -91,7 +91,7 @@ def sweep(name: str, rows: int, columns: int, num_inputs: int) -> list[tuple[flo
     given = torch.randn(num_inputs, columns, device="cuda").bfloat16()
     matrix = copies[0].cuda_matrix()
     assert matrix is not None
-    some_inputs = cuda.usual_tile(num_inputs, matrix)["some_inputs"]
+    some_inputs = cuda.usual_tile(num_inputs, matrix, given.dtype)["some_inputs"]
     found: list[tuple[float, str]] = []
     for some_rows, some_columns, num_warps, num_stages in TILES:
         tile = {"some_inputs": some_inputs, "some_rows": some_rows, "columns": some_columns}

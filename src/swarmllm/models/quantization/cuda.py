@@ -118,7 +118,7 @@ def multiply(
     from swarmllm.models.quantization.cuda_products import product
 
     (num_inputs, width), num_rows, group = inputs.shape, len(matrix.codes), matrix.group
-    tile = dict(tile or usual_tile(num_inputs, matrix))
+    tile = dict(tile or usual_tile(num_inputs, matrix, inputs.dtype))
     at_once = tile.pop("columns")
     columns = at_once if group == width else min(at_once, group & -group)  # a power of 2 that divides the group
     tensors = (matrix.codes, matrix.scale, matrix.zero, matrix.least, matrix.factor)
@@ -181,17 +181,21 @@ def table_of(matrix: Matrix, inputs: Tensor) -> Tensor | None:
     return _table(matrix.values, inputs.device)
 
 
-def usual_tile(num_inputs: int, matrix: Matrix) -> dict[str, int]:
+def usual_tile(num_inputs: int, matrix: Matrix, dtype: torch.dtype) -> dict[str, int]:
     """The tile that one program computes.
 
-    The best of some 20 on an H200 for 8 and 32 inputs of 22016×4096, 4096×11008 and 4096×4096. With groups, columns are
-    the same for all numbers of few inputs; otherwise sums would have another order.
+    For 16 bits, the best of some 20 on an H200 for 8 and 32 inputs of 22016×4096, 4096×11008 and 4096×4096; it fits the
+    96 KB of shared memory that GPUs for games have, and so does that for float32. With groups, columns are the same for
+    all numbers of few inputs; otherwise sums would have another order.
     """
     if num_inputs > MOST_INPUTS:  # to compare
         return {"some_inputs": 128, "some_rows": 128, "columns": 64, "num_warps": 8, "num_stages": 3}
-    tile = {"some_inputs": 16 if num_inputs <= 16 else 32, "columns": 256, "num_warps": 4}
-    has_tall_tile = num_inputs > 16 and (len(matrix.codes) >= MANY_ROWS or not matrix.scales_outputs)
-    return tile | {"some_rows": 64 if has_tall_tile else 32, "num_stages": 4 if matrix.scales_outputs else 3}
+    some_inputs = 16 if num_inputs <= 16 else 32
+    if dtype == torch.float32:
+        return {"some_inputs": some_inputs, "some_rows": 32, "columns": 128, "num_warps": 4, "num_stages": 3}
+    is_tall = num_inputs > 16 and (len(matrix.codes) >= MANY_ROWS or not matrix.scales_outputs)
+    rows, stages = 64 if is_tall else 32, 4 if matrix.scales_outputs else 3
+    return {"some_inputs": some_inputs, "some_rows": rows, "columns": 256, "num_warps": 4, "num_stages": stages}
 
 
 def bytes_to_floats(codes: Tensor) -> str:

@@ -113,43 +113,6 @@ def _inputs(X, G, at, r, K: tl.constexpr, NORM: tl.constexpr):
 
 
 @triton.jit
-def _halves_of_words(words, dtype: tl.constexpr):
-    """The two numbers of 16 bits in each of 32, in float32."""
-    if dtype == tl.bfloat16:  # the upper half of a float32
-        first = (words << 16).to(tl.float32, bitcast=True)
-        second = (words & 0xFFFF0000).to(tl.float32, bitcast=True)
-    else:
-        first = (words & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
-        second = (words >> 16).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
-    return first, second
-
-
-@triton.jit
-def _pairs(X, at, K: tl.constexpr):
-    """Numbers at even and at odd places, in float32; `at` counts pairs. A load of one number at a time would take as
-    long as all else for a weight of 4 bits."""
-    if X.dtype.element_ty.primitive_bitwidth == 16:
-        words = tl.load(X.to(tl.pointer_type(tl.uint32)) + at, mask=at < K // 2, other=0)
-        first, second = _halves_of_words(words, X.dtype.element_ty)
-    else:
-        first = tl.load(X + 2 * at, mask=at < K // 2, other=0.0).to(tl.float32)
-        second = tl.load(X + 2 * at + 1, mask=at < K // 2, other=0.0).to(tl.float32)
-    return first, second
-
-
-@triton.jit
-def _input_pairs(X, G, at, r, K: tl.constexpr, NORM: tl.constexpr):
-    """`_inputs` at even and at odd columns; `at` counts pairs."""
-    first, second = _pairs(X, at, K)
-    if NORM:
-        g, h = _pairs(G, at, K)
-        dtype: tl.constexpr = X.dtype.element_ty
-        first = (g.to(G.dtype.element_ty) * (first * r).to(dtype)).to(tl.float32)
-        second = (h.to(G.dtype.element_ty) * (second * r).to(dtype)).to(tl.float32)
-    return first, second
-
-
-@triton.jit
 def _floats(codes, table, DECODE: tl.constexpr):
     """Codes of one in a byte, or whole weights, in float32."""
     if DECODE != "":
@@ -162,12 +125,13 @@ def _floats(codes, table, DECODE: tl.constexpr):
 def _halves(codes, table, DECODE: tl.constexpr, HIGH_FIRST: tl.constexpr, dtype: tl.constexpr):
     """The values of the two codes in each byte, in float32."""
     if DECODE != "":
-        words = tl.inline_asm_elementwise(DECODE, "=r,=r,=r,=r,r", [codes], dtype=tl.uint32, is_pure=True, pack=4)
-        first, second = _halves_of_words(words, dtype)
+        pairs = tl.inline_asm_elementwise(DECODE, "=r,=r,=r,=r,r", [codes], dtype=tl.uint32, is_pure=True, pack=4)
+        first = (pairs & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
+        second = (pairs >> 16).to(tl.uint16).to(dtype, bitcast=True)
     else:
-        first = tl.load(table + (codes >> 4 if HIGH_FIRST else codes & 15).to(tl.int32)).to(tl.float32)
-        second = tl.load(table + (codes & 15 if HIGH_FIRST else codes >> 4).to(tl.int32)).to(tl.float32)
-    return first, second
+        first = tl.load(table + (codes >> 4 if HIGH_FIRST else codes & 15).to(tl.int32))
+        second = tl.load(table + (codes & 15 if HIGH_FIRST else codes >> 4).to(tl.int32))
+    return first.to(tl.float32), second.to(tl.float32)
 
 
 @triton.jit
@@ -178,30 +142,21 @@ def _of_groups(at, row, group, there, exists, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def _inputs_from(X, G, r, k, K: tl.constexpr, PB: tl.constexpr, NG: tl.constexpr, H: tl.constexpr, NORM: tl.constexpr):
-    """`[1, NG, H]` inputs from column k on, for the first and for the second weight of each byte."""
-    at = k // PB + tl.arange(0, NG)[:, None] * H + tl.arange(0, H)[None, :]
-    if PB == 2:
-        first, second = _input_pairs(X, G, at, r, K, NORM)
-    else:
-        first = _inputs(X, G, at, r, K, NORM)
-        second = first
-    return first[None], second[None]
-
-
-@triton.jit
 def _add_products(
-    sums, codes, x, y, S, Z, L, table, row, k, there, dtype: tl.constexpr,
+    sums, codes, X, G, S, Z, L, table, r, row, k, there, dtype: tl.constexpr,
     K: tl.constexpr, PB: tl.constexpr, NG: tl.constexpr, H: tl.constexpr, GROUP: tl.constexpr, DECODE: tl.constexpr,
-    HIGH_FIRST: tl.constexpr, SCALED: tl.constexpr, ZERO: tl.constexpr, LEAST: tl.constexpr,
+    HIGH_FIRST: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr, ZERO: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     """`sums` `[BN, NG, H]` and the products of these codes with the inputs from column k on."""
+    at = k + (tl.arange(0, NG)[:, None] * H + tl.arange(0, H)[None, :]) * PB
+    x = _inputs(X, G, at, r, K, NORM)[None]
     begin = k + tl.arange(0, NG) * (H * PB)
     group, exists = begin // GROUP, begin < K
     if ZERO:
         zero = _of_groups(Z, row, group, there, exists, K // GROUP)
     if PB == 2:
         first, second = _halves(codes, table, DECODE, HIGH_FIRST, dtype)
+        y = _inputs(X, G, at + 1, r, K, NORM)[None]
         if ZERO:
             first -= zero
             second -= zero
@@ -263,36 +218,34 @@ def _multiply(
         kk = tl.arange(0, KP)
         whole = tl.load(X + kk, mask=kk < K, other=0.0).to(tl.float32)
         r = 1.0 / tl.sqrt(tl.sum(whole * whole, 0) / K + eps)
-    x, y = _inputs_from(X, G, r, 0, K, PB, NG, H, NORM)
     sums = _add_products(
-        tl.zeros([BN, NG, H], tl.float32), codes, x, y, S, Z, L, table, row, 0, there, dtype,
-        K, PB, NG, H, GROUP, DECODE, HIGH_FIRST, SCALED, ZERO, LEAST,
+        tl.zeros([BN, NG, H], tl.float32), codes, X, G, S, Z, L, table, r, row, 0, there, dtype,
+        K, PB, NG, H, GROUP, DECODE, HIGH_FIRST, NORM, SCALED, ZERO, LEAST,
     )  # fmt: skip
     if GATED:
         ups = _add_products(
-            tl.zeros([BN, NG, H], tl.float32), up_codes, x, y, S, Z, L, table, row + N, 0, there, dtype,
-            K, PB, NG, H, GROUP, DECODE, HIGH_FIRST, SCALED, ZERO, LEAST,
+            tl.zeros([BN, NG, H], tl.float32), up_codes, X, G, S, Z, L, table, r, row + N, 0, there, dtype,
+            K, PB, NG, H, GROUP, DECODE, HIGH_FIRST, NORM, SCALED, ZERO, LEAST,
         )  # fmt: skip
     for k in range(BK, K, BK):
         more = _codes(W, row, k, there, K, PB, NG, H)
         if GATED:
             more_ups = _codes(W, row + N, k, there, K, PB, NG, H)
-        x, y = _inputs_from(X, G, r, k, K, PB, NG, H, NORM)
         sums = _add_products(
-            sums, more, x, y, S, Z, L, table, row, k, there, dtype,
-            K, PB, NG, H, GROUP, DECODE, HIGH_FIRST, SCALED, ZERO, LEAST,
+            sums, more, X, G, S, Z, L, table, r, row, k, there, dtype,
+            K, PB, NG, H, GROUP, DECODE, HIGH_FIRST, NORM, SCALED, ZERO, LEAST,
         )  # fmt: skip
         if GATED:
             ups = _add_products(
-                ups, more_ups, x, y, S, Z, L, table, row + N, k, there, dtype,
-                K, PB, NG, H, GROUP, DECODE, HIGH_FIRST, SCALED, ZERO, LEAST,
+                ups, more_ups, X, G, S, Z, L, table, r, row + N, k, there, dtype,
+                K, PB, NG, H, GROUP, DECODE, HIGH_FIRST, NORM, SCALED, ZERO, LEAST,
             )  # fmt: skip
-    output = _total(sums, S, F, B, row, there, SCALED, BY_ROW, FACTOR, DIVIDES, BIAS).to(dtype)
+    y = _total(sums, S, F, B, row, there, SCALED, BY_ROW, FACTOR, DIVIDES, BIAS).to(dtype)
     if GATED:
-        output = _silu(output) * _total(ups, S, F, B, row + N, there, SCALED, BY_ROW, FACTOR, DIVIDES, BIAS).to(dtype)
+        y = _silu(y) * _total(ups, S, F, B, row + N, there, SCALED, BY_ROW, FACTOR, DIVIDES, BIAS).to(dtype)
     if RESIDUAL:
-        output = tl.load(R + rows, mask=there, other=0.0) + output
-    tl.store(Y + rows, output, mask=there)
+        y = tl.load(R + rows, mask=there, other=0.0) + y
+    tl.store(Y + rows, y, mask=there)
 
 
 def normalize(inputs: Tensor, weight: Tensor, eps: float) -> Tensor:
