@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from swarmllm import LocalSwarm
+from swarmllm.client.session import chain
 from swarmllm.client.view import routes
 from swarmllm.data_structures import RouteHop, ServerInfo, ServerState, Span
 from swarmllm.errors import MissingBlocksError, PeerUnreachableError
@@ -156,6 +157,15 @@ def test_the_lost_blocks_go_to_a_neighbour(blocks: Blocks, case: str, dials_itse
                 torch.testing.assert_close(session.step(given), reference.step(given))
             assert session.num_repairs == 1
         assert swarm.view.blamed == {swarm.servers[victim].peer_id}
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_inputs_that_a_thread_has_copied_are_replayed(
+    blocks: Blocks, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long inputs are; here, all."""
+    monkeypatch.setattr(chain, "COPIED_IN_THREAD_BYTES", 0)
+    test_the_lost_blocks_go_to_a_neighbour(blocks, case, True)
 
 
 @pytest.mark.parametrize(("announced", "num_chunks"), [({}, 5), ({"batch_tokens": 32, "throughput": 1e5}, 2)])

@@ -107,9 +107,11 @@ def test_published_formats(name: str) -> None:
         assert matrix.group not in (32, 64, 128, 256)
 
 
-def matrix_of(group: int, parts: str, values: tuple[float, ...], high_first: bool) -> tuple[cuda.Matrix, Tensor]:
+def matrix_of(
+    group: int, parts: str, values: tuple[float, ...], high_first: bool, groups: int = 3
+) -> tuple[cuda.Matrix, Tensor]:
     """A matrix with these parts, and what it is in float64."""
-    rows, groups = 33, 3
+    rows = 33
     generator = torch.Generator().manual_seed(group)
     codes = torch.randint(0, 256, (rows, group * groups // 2), dtype=torch.uint8, generator=generator)
     scale, zero, least = (torch.rand(rows, groups, generator=generator) + 0.5 for _ in range(3))
@@ -140,8 +142,8 @@ def matrix_of(group: int, parts: str, values: tuple[float, ...], high_first: boo
 @pytest.mark.parametrize("group", [32, 64, 128, 256, 384])
 @pytest.mark.parametrize("parts", ["", "zero", "least", "factor", "divisor", "zero least"])
 def test_all_that_a_matrix_may_have(group: int, parts: str) -> None:
-    for values, high_first in itertools.product((INT4, UINT4, NF4), (False, True)):
-        matrix, weights = matrix_of(group, parts, values, high_first)
+    for values, high_first, groups in itertools.product((INT4, UINT4, NF4), (False, True), (1, 3)):
+        matrix, weights = matrix_of(group, parts, values, high_first, groups)
         given = inputs(3, weights.shape[1], torch.float32)
         expected = given.double() @ weights.T
         assert cuda.takes(given, matrix)

@@ -189,7 +189,7 @@ class Chain:
         Raises:
             SwarmError: as `run_step`; nothing is under way then.
         """
-        return self.view.loop.run_coroutine(self._receive()).to(self._device, non_blocking=True)
+        return self.view.loop.run_coroutine(self._receive()).to(self._device, non_blocking=self._device.type == "cuda")
 
     def abandon(self) -> None:
         """Drop the results of all steps under way."""
@@ -219,7 +219,7 @@ class Chain:
     def _on_device(self, hidden: Tensor, inputs: BlockInputs) -> Tensor:
         if inputs.inner is not None:
             inputs.inner.move(self._device)
-        return hidden.to(self._device, non_blocking=True)
+        return hidden.to(self._device, non_blocking=self._device.type == "cuda")
 
     # ------------------------------------------------------------------ steps
 

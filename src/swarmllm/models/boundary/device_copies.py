@@ -61,6 +61,7 @@ def on_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 def copies_on(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Copies of tensors in host memory, on that device. Small ones share memory there, as they are used together."""
     copies: list[Tensor | None] = [None] * len(tensors)
+    pin = device.type == "cuda"  # other devices may read the host's memory when it has been freed
     for places in _groups(tensors):
         if len(places) == 1:
             copies[places[0]] = tensors[places[0]].to(device, copy=True)
@@ -70,10 +71,10 @@ def copies_on(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         starts = [0]
         for place in places:
             starts.append(starts[-1] + -(-tensors[place].numel() // step) * step)
-        joined = torch.empty(starts[-1], dtype=dtype, pin_memory=device.type == "cuda")
+        joined = torch.empty(starts[-1], dtype=dtype, pin_memory=pin)
         for place, start in zip(places, starts, strict=False):
             _part(joined, start, tensors[place]).copy_(tensors[place])
-        there = joined.to(device, non_blocking=True, copy=True)
+        there = joined.to(device, non_blocking=pin, copy=True)
         for place, start in zip(places, starts, strict=False):
             copies[place] = _part(there, start, tensors[place])
     return [copy for copy in copies if copy is not None]

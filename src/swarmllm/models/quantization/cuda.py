@@ -20,7 +20,7 @@ MOST_INPUTS = 64
 """Inputs that the kernel takes; more are multiplied by the dequantized weight."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 COLUMNS = 128
-"""Columns that the kernel decodes at a time."""
+"""The kernel takes groups that divide this number of columns, or are a multiple of it."""
 LEAST_GROUP = 32
 """Fewest columns with one scale. With the 16 of nvfp4, products were wrong on an H200 with Triton 3.6: it lays out the
 operands of such a product for 4 threads with 8 columns each (`kWidth = 8` in what it compiles), which 16 can't fill."""
@@ -152,8 +152,8 @@ def multiply(
 
 
 def _is_on_gpu(inputs: Tensor) -> bool:
-    """True where instructions of GPUs can be used; tests that only compile replace it."""
-    return inputs.is_cuda
+    """True where NVIDIA's instructions can be used; tests that only compile replace it."""
+    return inputs.is_cuda and torch.version.hip is None
 
 
 def starts_early(inputs: Tensor) -> dict[str, Any]:

@@ -22,8 +22,8 @@ def wait_for_inputs(starts_early: tl.constexpr):
     """Wait for the kernel before this one, and let the next one start early.
 
     A kernel that starts early (`cuda.starts_early`) may run before the one before it has ended. Until it has called
-    this, it may read weights, and nothing that a kernel writes. It saves 27 % of the time of a block's four products
-    (bfloat16, H200), if the first weights are read before the wait.
+    this, it may read weights, and nothing that a kernel writes. The kernel for one position (`span/fused_kernels`) does
+    so: 27 % less for a block's four products in bfloat16 on an H200.
     """
     if starts_early:
         tl.extra.cuda.gdc_wait()

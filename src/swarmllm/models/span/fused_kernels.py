@@ -321,6 +321,7 @@ def multiply(
     group = size if matrix is None or matrix.scales_outputs else matrix.group
     together = columns if group == size else min(columns, group & -group)
     given = (None,) * 4 if matrix is None else (matrix.scale, matrix.zero, matrix.least, matrix.factor)
+    is_by_row = matrix is not None and group == size and matrix.least is None
     scale, zero, least, factor = parts = [None if part is None else part.contiguous() for part in given]
     table = None if matrix is None else cuda.table_of(matrix, inputs)
     output = torch.empty(1, num_rows, dtype=inputs.dtype, device=inputs.device)
@@ -329,7 +330,7 @@ def multiply(
         inputs, of_norm, codes.contiguous(), *parts, table, bias, residual, output, num_rows, eps,
         size, triton.next_power_of_2(size), rows, columns // together, together // per_byte, per_byte,
         group, _instructions(codes, matrix, inputs), matrix is not None and matrix.high_first,
-        scale is not None and group < size, scale is not None and group == size,
+        scale is not None and not is_by_row, is_by_row,
         zero is not None, least is not None, factor is not None, matrix is not None and matrix.divides,
         norm is not None, bias is not None, residual is not None, gated,
         num_warps=warps, **cuda.starts_early(inputs),

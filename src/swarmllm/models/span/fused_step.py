@@ -242,7 +242,7 @@ def find_fused(paged: PagedAttention) -> FusedStep | None:
     blocks = paged.blocks
     try:
         fused = {idx: _fused(blocks, idx) for idx in blocks.span}
-        for block_idx in {kind_of(blocks, idx): idx for idx in blocks.span}.values():
+        for block_idx in {(kind_of(blocks, idx), _forms(blocks, idx)): idx for idx in blocks.span}.values():
             _compare(paged, block_idx)
     except PackingUnsupportedError as error:
         logger.info("decode steps are run by the model's own kernels: %s", error)
@@ -255,6 +255,14 @@ def find_fused(paged: PagedAttention) -> FusedStep | None:
     for one in fused.values():
         one.join()
     return FusedStep(paged, fused)
+
+
+def _forms(blocks: BlockSpan, block_idx: int) -> tuple[object, ...]:
+    """Forms and shapes of the block's packed weights, each of which is multiplied in its own way."""
+    packed = (one.packed for one in blocks.slots.block(block_idx).modules() if isinstance(one, QuantizedWeight))
+    return tuple(
+        (type(one), *((name, tensor.shape, tensor.dtype) for name, tensor in one.tensors().items())) for one in packed
+    )
 
 
 def _fused(blocks: BlockSpan, block_idx: int) -> FusedBlock:

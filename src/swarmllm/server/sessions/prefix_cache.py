@@ -187,7 +187,10 @@ class SharedPrefix:
 
     def read(self, position: int, inputs: BlockInputs) -> bool:
         """Hash the inputs of the step at `position`, which `fits`. True if its first page may be known: then `reuse` it
-        before the blocks run."""
+        before the blocks run.
+
+        A call that was cancelled may go on in its thread, so the object must not be used any more.
+        """
         if position == 0:
             self._hashes, self._tail = {}, None
             self._arithmetic = arithmetic(inputs, position, self._blocks.traits)

@@ -347,7 +347,8 @@ class StepRunner:
 
 async def _read(prefix: SharedPrefix, header: StepHeader, inputs: BlockInputs) -> bool:
     read = partial(prefix.read, header.position, inputs)
-    return read() if inputs.hidden_states.nbytes <= HASHED_ON_LOOP_BYTES else await asyncio.to_thread(read)
+    num_bytes = sum(tensor.nbytes for tensor in inputs.tensors().values())
+    return read() if num_bytes <= HASHED_ON_LOOP_BYTES else await asyncio.to_thread(read)
 
 
 class _StepInPieces(SessionStep):
