@@ -1,19 +1,41 @@
 """Weights in GGUF's blocks: the search is never worse than plain rounding, and finds again what came from blocks."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from swarmllm.models.quantization import kernels
 from swarmllm.models.quantization.block_search import MAKERS, quantize
 from swarmllm.models.quantization.decoded import KINDS, dequantize
+from swarmllm.models.quantization.loading import pack
+from swarmllm.models.quantization.rules import QUANT_TYPES
 
 KIND_IDS = sorted(MAKERS)
 LLAMA_CPP = {6: 0.04277, 7: 0.03792, 8: 0.00534, 12: 0.07145, 13: 0.03606, 14: 0.01778}
 """Relative errors of llama.cpp's quantizer on `_normal()`, measured once (ggml-py 0.10.1, no importance matrix)."""
 kinds, seeds = st.sampled_from(KIND_IDS), st.integers(0, 1 << 30)
+
+
+class DividesAsOnCuda(TorchDispatchMode):
+    """PyTorch on CUDA multiplies by the inverse of a divisor that isn't a tensor there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_divisions = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.div.Tensor, torch.ops.aten.div_.Tensor):
+            self.num_divisions += 1
+            if not isinstance(args[1], Tensor):
+                inverse = float(1 / torch.tensor(args[1], dtype=torch.float32))
+                func = torch.ops.aten.mul_.Tensor if func is torch.ops.aten.div_.Tensor else torch.ops.aten.mul.Tensor
+                args = args[0], inverse
+        return func(*args, **(kwargs or {}))
 
 
 def _by_torch(weight: Tensor, kind: int) -> Tensor:
@@ -52,6 +74,21 @@ def test_no_group_is_off_by_more_than_its_range_allows(kind: int, power: int, sh
     blocks, wrong = weight.view(-1, KINDS[kind][1]), (found - weight).view(-1, KINDS[kind][1])
     spread = 2 * blocks.abs().amax(1)
     assert (wrong.square().mean(1).sqrt() <= spread / codes / 2 + 1e-30).all()
+
+
+@pytest.mark.parametrize("form", [name for name in QUANT_TYPES if name not in ("none", "nf4")])
+def test_a_gpu_rounds_as_a_cpu(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured on an H200: with divisions by numbers, some weights differed in all formats that are searched."""
+    monkeypatch.setattr(kernels, "rounds", lambda kind: False)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(512, 1024, generator=generator) * torch.rand(512, 1, generator=generator)
+    weight = weight.bfloat16()  # more ties than in float32
+    expected = pack(weight, form, torch.device("cpu")).tensors()
+    with DividesAsOnCuda() as there:
+        found = pack(weight, form, torch.device("cpu")).tensors()
+    assert there.num_divisions > 0
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
 
 
 @pytest.mark.skipif(kernels.library() is None, reason="there is no compiler here")

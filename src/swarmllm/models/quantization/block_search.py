@@ -28,7 +28,7 @@ from torch import Tensor
 
 from swarmllm.models.quantization import kernels
 from swarmllm.models.quantization.decoded import KINDS
-from swarmllm.models.quantization.packed import row_slices
+from swarmllm.models.quantization.packed import divided, row_slices
 
 Sums = tuple[Tensor, Tensor, Tensor]
 """Sums over the weights of each group `[groups]`: of codes, of their squares, of codes times weights."""
@@ -173,7 +173,7 @@ def _steps(groups: Groups, least: int, most: int, tried: Sequence[float]) -> Ten
     farthest = _farthest(groups.weights, 0)
     found, gained = torch.zeros_like(farthest), torch.full_like(farthest, -1.0)
     for beyond in tried:
-        squares, products = groups.products(groups.nearest(farthest / (least - beyond), None, least, most))
+        squares, products = groups.products(groups.nearest(divided(farthest, least - beyond), None, least, most))
         step = products * _inverse(squares)
         gain = products * step  # what is taken off the error of all codes 0
         better = gain > gained
@@ -191,7 +191,7 @@ def _lines(groups: Groups, most: int, *, below_zero: bool) -> tuple[Tensor, Tens
         low, high = low.clamp_max(0.0), high.clamp_min(0.0)
     found, minimum, least_error = torch.zeros_like(low), -low, torch.full_like(low, torch.inf)
     for beyond in TRIED_5 if most == LARGEST_5 else TRIED:
-        of_codes = groups.sums(groups.nearest((high - low) / (most + beyond), -low, 0, most))
+        of_codes = groups.sums(groups.nearest(divided(high - low, most + beyond), -low, 0, most))
         step, below = _solved(groups, of_codes, below_zero=below_zero)
         error = _error(groups, step, below, of_codes)
         better = error < least_error
@@ -306,7 +306,7 @@ def _scales_and_codes(blocks: Tensor, importance: Tensor | None, most: int) -> t
     """The first 16 bytes of each block of Q4_K or Q5_K, and the codes `[blocks, 8, 32]`."""
     groups = Groups.of(blocks, importance, 32)
     steps, minima = _lines(groups, most, below_zero=True)
-    unit, low_unit = (_half(one.view(-1, 8).amax(1) / 63) for one in (steps, minima))
+    unit, low_unit = (_half(divided(one.view(-1, 8).amax(1), 63)) for one in (steps, minima))
     scales, lows = _six_bits(steps, _each(unit, steps)), _six_bits(minima, _each(low_unit, minima))
     for _ in range(ROUNDS):
         scales, lows = _better_neighbours(groups, scales, lows, (unit, low_unit), most)

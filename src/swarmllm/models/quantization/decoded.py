@@ -31,7 +31,7 @@ from transformers.integrations.gguf import dequant
 
 from swarmllm.models.quantization import cuda, kernels
 from swarmllm.models.quantization.kernels import kernels_take
-from swarmllm.models.quantization.packed import Packed, row_slices
+from swarmllm.models.quantization.packed import Packed, divided, row_slices
 from swarmllm.models.quantization.rules import GROUP, SCALE_DTYPE
 
 INT4 = tuple(float(value) for value in range(-8, 8))
@@ -175,7 +175,7 @@ class KBit(Decoded):
             parts = some.reshape(end - start, -1, GROUP)
             # Rounded before they are used, so that their rounding is no error of its own.
             low = parts.amin(-1, keepdim=True).to(SCALE_DTYPE)
-            steps = (parts.amax(-1, keepdim=True) - low) / largest
+            steps = divided(parts.amax(-1, keepdim=True) - low, largest)
             steps = steps.clamp_min_(torch.finfo(torch.float32).tiny).to(SCALE_DTYPE)
             rounded = parts.sub_(low).div_(steps).round_().clamp_(0, largest).int()
             codes.view(-1, codes.shape[-1])[start:end] = pack(rounded, bits).flatten(1)

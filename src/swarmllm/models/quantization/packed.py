@@ -277,7 +277,7 @@ class Int8(Packed):
         for start, end, rows in row_slices(weight):
             # Rounded before it is used, so that the rounding of the scale is no error of its own.
             largest = torch.maximum(rows.amax(-1), rows.amin(-1).neg_())
-            steps = (largest / 127).clamp_min(torch.finfo(torch.float32).tiny).to(scale.dtype)
+            steps = divided(largest, 127).clamp_min(torch.finfo(torch.float32).tiny).to(scale.dtype)
             flat_scale[start:end] = steps
             flat_codes[start:end] = rows.div_(steps.float()[:, None]).round_().clamp_(-127, 127)
         return cls(codes, scale, weight.dtype)
@@ -326,6 +326,11 @@ def row_slices(weight: Tensor) -> Iterator[tuple[int, int, Tensor]]:
                 end = min(start + step, per_matrix)
                 offset = matrix_idx * per_matrix
                 yield offset + start, offset + end, rows[: end - start].copy_(matrix[start:end])
+
+
+def divided(numbers: Tensor, by: float) -> Tensor:
+    """The same quotients on all devices: on CUDA, PyTorch multiplies by the inverse of a number that isn't a tensor."""
+    return numbers / numbers.new_full((), by)
 
 
 def scale_dtype(dtype: torch.dtype) -> torch.dtype:
