@@ -9,7 +9,7 @@ from tests.numerics.sessions_together import load
 
 from swarmllm.models.span import page_pool
 from swarmllm.models.span.page_pool import PageTable, Placed
-from swarmllm.models.span.paged_attention import PagedAttention
+from swarmllm.models.span.paged_attention import SHORT_TOKENS, PagedAttention
 
 LENGTHS, NEW = (0, 5, 63, 64, 300), (20, 1, 3, 40, 1)
 """Positions of each session before, and new ones: short calls and tiles, within pages and across their borders."""
@@ -80,11 +80,13 @@ def check_fused() -> None:
             if step is None:
                 continue
             table = PageTable(blocks.pool)
-            table.prepare(1, 20)
-            for size, start in ((4, 0), (1, 4), (2, 5)):
+            table.prepare(1, 27)
+            for size, start in ((4, 0), (1, 4), (2, 5), (20, 7)):
                 hidden = torch.randn(1, size, 64)
                 pairs = [(table.rows[0], start + idx) for idx in range(size)]
                 placed = Placed.of(pairs, torch.device("cpu"))
+                if size > SHORT_TOKENS:
+                    placed = Placed.of(pairs, torch.device("cpu"), 0, ((0, size),))
                 expected = paged.step(hidden, placed, placed.positions[None]).clone()
                 got = step(hidden, placed, placed.positions[None])
                 difference = float((got - expected).norm() / expected.norm())

@@ -113,7 +113,7 @@ class OwnRecord:
             update={
                 "throughput": self.config.throughput or min(computed_tokens_per_s, network_tokens_per_s),
                 "batch_tokens": min(
-                    least_worth_asking_for(throughput.piece_ms_per_block), self.config.max_batch_tokens
+                    least_worth_asking_for(throughput.batch_ms_per_block), self.config.max_batch_tokens
                 ),
                 "round_trips": self.successors.announced,
                 "decode_ms_per_block": min(MAX_MS, thread.pace * throughput.decode_ms_per_block),

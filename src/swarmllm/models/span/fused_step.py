@@ -28,7 +28,7 @@ from swarmllm.models.span import fused_kernels
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.packed_caches import PackingUnsupportedError
 from swarmllm.models.span.page_pool import PageTable, Placed, attend_pages
-from swarmllm.models.span.paged_attention import PagedAttention, PagedBatch, Window
+from swarmllm.models.span.paged_attention import SHORT_TOKENS, PagedAttention, PagedBatch, Window
 from swarmllm.models.span.trials import in_float32, kind_of, rms
 
 logger = logging.getLogger(__name__)
@@ -39,8 +39,8 @@ HEAD_NORMS = {"q_norm", "k_norm"}
 MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 CLOSE = 1e-4
 """Largest difference in float32, relative to the block's own contribution. Assumed: right code is near 1e-6."""
-TRIAL = 3
-"""Positions of the comparison."""
+TRIAL = (3, 3, SHORT_TOKENS + 3, 1)
+"""Positions of the steps of the comparison: the third attends in tiles."""
 
 
 @dataclass(eq=False)
@@ -291,7 +291,7 @@ def _compare(paged: PagedAttention, block_idx: int) -> None:
     usual = blocks.pool
     blocks.pool = blocks.new_pool(4, part, torch.float32)
     table = PageTable(blocks.pool)
-    table.prepare(1, 2 * TRIAL + 1)
+    table.prepare(1, sum(TRIAL))
     try:
         with in_float32(blocks, part):
             expected = _trial(paged, part, table, None)
@@ -311,15 +311,17 @@ def _compare(paged: PagedAttention, block_idx: int) -> None:
 
 
 def _trial(paged: PagedAttention, part: Span, table: PageTable, recorder: Recorder | None) -> list[Tensor]:
-    """The block's own contribution to random hidden states, in two steps of several positions and one of one."""
+    """The block's own contribution to random hidden states, in steps of several positions and one of one."""
     device = paged.blocks.device
     block: Any = paged.blocks.slots.block(part.start)
     random = torch.Generator().manual_seed(0)
     outputs, start = [], 0
-    for number in (TRIAL, TRIAL, 1):
+    for number in TRIAL:
         hidden = torch.randn(1, number, block.input_layernorm.weight.shape[0], generator=random).to(device)
         pairs = [(table.rows[0], position) for position in range(start, start + number)]
         placed = Placed.of(pairs, device)
+        if number > SHORT_TOKENS:
+            placed = Placed.of(pairs, device, 0, ((0, number),))
         outputs.append(paged.step(hidden.clone(), placed, placed.positions[None], part, recorder) - hidden)
         start += number
     return outputs

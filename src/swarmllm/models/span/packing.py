@@ -80,6 +80,8 @@ class PackedForward:
         self.blocks = blocks
         self.takes_positions = "position_ids" in inspect.signature(blocks.stack.forward).parameters
         self._padded = PaddedCache(blocks.stack.config)
+        self.fused: DecodeStep | None = None
+        """A step of all hosted blocks in few kernels, if there is one."""
         self.graphs: DecodeGraphs | None = None
         """Recorded steps of all hosted blocks, if they are in use."""
 
@@ -159,12 +161,16 @@ class PackedForward:
         pool, row = place(calls_in_row)
         axis = self.blocks.traits.batch_axis
         size = self._size_of_graph(calls, len(row.pairs))
+        position_ids = None
+        if any(call.inputs.position_ids is not None for call in calls_in_row):
+            position_ids = _in_one_row(_all_positions(calls_in_row), -2)
+        hidden = [call.inputs.hidden_states for call in calls_in_row]
         if self.graphs is not None and size is not None:
-            position_ids = None
-            if any(call.inputs.position_ids is not None for call in calls_in_row):
-                position_ids = _in_one_row(_all_positions(calls_in_row), -2)
-            hidden = [call.inputs.hidden_states for call in calls_in_row]
             output = self.graphs.replay(size, hidden, row.pairs, position_ids)
+        elif self.fused is not None and self._are_usual(calls):
+            placed = row.placed(pool.device)
+            at = placed.positions[None] if position_ids is None else position_ids.to(pool.device)
+            output = self.fused(_in_one_row(hidden, 0), placed, at)[0]
         else:
             with self.paged.running(pool, row.placed(pool.device)) as cache:
                 output = self.blocks.run_blocks(self._one_row(calls_in_row), calls[0].span, cache).squeeze(axis).clone()
@@ -175,17 +181,24 @@ class PackedForward:
         return [parts[id(call)] for call in calls]
 
     def _size_of_graph(self, calls: Sequence[SessionCall], num_positions: int) -> int | None:
-        """The size of the recorded step that these calls fit in; None: the model's own code runs them."""
-        inputs, traits = calls[0].inputs, self.blocks.traits
-        if self.graphs is None or calls[0].span != self.blocks.span or inputs.adapter is not None:
-            return None
-        if traits.batch_axis or traits.extra_inputs or inputs.hidden_states.ndim != 3:
-            return None
-        if any(call.inputs.seq_len > SHORT_TOKENS for call in calls):
-            return None
-        if inputs.position_ids is not None and inputs.position_ids.ndim > 2:
+        """The size of the recorded step that these calls fit in; None: they run without one."""
+        is_long = any(call.inputs.seq_len > SHORT_TOKENS for call in calls)
+        if self.graphs is None or is_long or not self._are_usual(calls):
             return None
         return self.graphs.size_for(num_positions)
+
+    def may_be_fused(self, calls: Sequence[SessionCall]) -> bool:
+        """True if these calls, on pages, may run in few kernels: also the prompt of a single session."""
+        return self.fused is not None and self._are_usual(calls)
+
+    def _are_usual(self, calls: Sequence[SessionCall]) -> bool:
+        """True if the blocks take nothing but hidden states and positions, and all of them run."""
+        inputs, traits = calls[0].inputs, self.blocks.traits
+        if calls[0].span != self.blocks.span or inputs.adapter is not None:
+            return False
+        if traits.batch_axis or traits.extra_inputs or inputs.hidden_states.ndim != 3:
+            return False
+        return inputs.position_ids is None or inputs.position_ids.ndim <= 2
 
     def _run_ragged(self, calls: Sequence[SessionCall]) -> list[Tensor]:
         segments: list[Segment] = []
@@ -334,6 +347,11 @@ class Packer:
         self._failed: set[Packing] = set()
         """Ways whose failure has been logged."""
 
+    @property
+    def has_own_step(self) -> bool:
+        """True if a step of all hosted blocks is another than the steps of some of them: recorded or fused."""
+        return self.forward.graphs is not None or self.forward.fused is not None
+
     def use(self, way: Packing) -> None:
         """Use the way that was measured to be fastest, if it is right for these blocks."""
         if way in self.ways:
@@ -346,7 +364,7 @@ class Packer:
         With `fused`, a step consists of few kernels if the blocks are of a known kind.
         """
         blocks, forward = self.blocks, self.forward
-        forward.graphs = None
+        forward.graphs = forward.fused = None
         if self.way != Packing.PAGED or blocks.pool is None or why_no_kernels(blocks.pool.device):
             logger.info("decode steps aren't recorded: sessions aren't on pages of a GPU")
             return
@@ -354,10 +372,9 @@ class Packer:
         if hidden.ndim != 3 or blocks.traits.batch_axis or blocks.traits.extra_inputs:
             logger.info("decode steps aren't recorded: the blocks take more than hidden states")
             return
-        step = _fused_step(forward.paged) if fused else None
-        graphs = DecodeGraphs(
-            step or forward.paged.step, blocks.pool, StaticInputs(hidden.shape[-1], blocks.dtype, blocks.device)
-        )
+        forward.fused = _fused_step(forward.paged) if fused else None
+        step = forward.fused or forward.paged.step
+        graphs = DecodeGraphs(step, blocks.pool, StaticInputs(hidden.shape[-1], blocks.dtype, blocks.device))
         graphs.record(sizes)
         forward.graphs = graphs if graphs.sizes else None
 
@@ -391,8 +408,9 @@ class Packer:
         return [outcomes[idx] for idx in range(len(calls))]
 
     def _run_group(self, calls: Sequence[SessionCall], way: Packing) -> list[OutputOrError]:
-        is_short = calls[0].inputs.seq_len <= SHORT_TOKENS
-        works_alone = way == Packing.TRACED or (way == Packing.PAGED and is_short)  # a prompt has kernels of its own
+        # Without fused kernels, PyTorch's own attention is the fastest for a prompt.
+        on_pages = calls[0].inputs.seq_len <= SHORT_TOKENS or self.forward.may_be_fused(calls)
+        works_alone = way == Packing.TRACED or (way == Packing.PAGED and on_pages)
         if way == Packing.ONE_BY_ONE or (len(calls) == 1 and not works_alone):
             return self._one_by_one(calls)
         undo = [call.cache.keep_state() for call in calls]

@@ -310,6 +310,7 @@ class PageTable:
         self._held = pool.held()
         self._held.belongs_to(self)
         self._placed: tuple[int, int, int, Placed] | None = None
+        self._numbers: tuple[int, int, int, Tensor] | None = None
 
     @property
     def rows(self) -> list[int]:
@@ -408,12 +409,20 @@ class PageTable:
     def gather(self, tensor: Tensor, start: int, end: int) -> Tensor:
         """`[rows, heads, end - start, head]` of a block's keys or values."""
         first = start // PAGE_TOKENS
-        pages = self.pool.tables[self.rows, first : -(-end // PAGE_TOKENS)].long()
-        found = tensor[pages].transpose(1, 2)
+        found = tensor[self._pages(first, -(-end // PAGE_TOKENS))].transpose(1, 2)
         return found.reshape(*found.shape[:2], -1, found.shape[-1]).narrow(2, start - first * PAGE_TOKENS, end - start)
+
+    def _pages(self, first: int, end: int) -> Tensor:
+        """`[rows, end - first]`: numbers of pages on the device, copied once for all blocks of a step."""
+        key = self.step, first, end
+        if self._numbers is None or self._numbers[:3] != key:
+            numbers = torch.tensor([pages[first:end] for _, pages in self._held.rows])
+            self._numbers = (*key, numbers.to(self.pool.device, non_blocking=True))
+        return self._numbers[3]
 
     def _write(self, row: int, pages: Sequence[int], first: int) -> None:
         """Write the numbers of a row's pages to the device, from page `first` on."""
+        self._numbers = None
         if len(pages) > first:
             self.pool.tables[row, first : len(pages)] = torch.tensor(pages[first:], dtype=torch.int32)
 

@@ -9,6 +9,7 @@ the right ways to compute steps of several sessions (`span/packing` lists them),
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -16,6 +17,7 @@ from itertools import pairwise
 import torch
 
 from swarmllm.data_structures import Span
+from swarmllm.errors import CacheFullError
 from swarmllm.machine_memory import return_free_memory
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.quantization.loading import pack
@@ -137,7 +139,9 @@ class Throughput:
     decode_ms_per_block_batch8: float = 0.0
     """0 = not measured, here and below."""
     piece_ms_per_block: Mapping[int, float] = field(default_factory=dict)
-    """Time of a prompt's forward, by its number of tokens: those of `PIECES` that were measured."""
+    """Time of a prompt of a session, by its number of tokens: those of `PIECES` that were measured."""
+    batch_ms_per_block: Mapping[int, float] = field(default_factory=dict)
+    """The same of forwards without a session, which the model's own code computes."""
     context_ms_per_block_per_1k: float = 0.0
     num_threads: int = 0
     """The best number of threads; 0 = not chosen by measurement."""
@@ -230,12 +234,18 @@ def measure_weights(device: torch.device, quant_type: StoredType) -> float:
 
 
 def _measure(packer: Packer, *, choose_threads: bool) -> Throughput:
-    deadline, blocks = time.perf_counter() + BUDGET_S, packer.blocks
+    blocks, began_at = packer.blocks, time.perf_counter()
     logger.info("measuring how fast blocks %s are here", blocks.span)
     most = torch.get_num_threads()
     if choose_threads:
         torch.set_num_threads(1)  # one thread is never slow beyond measure
     measured = _MeasuredBlocks(packer)
+    pieces_s = batches_s = {}
+    if blocks.device.type != "cpu":  # first: without them, clients would send too few tokens at once
+        batches_s = measured.by_size(measured.batch_s)
+        pieces_s = measured.by_size(measured.prompt_s) if blocks.keeps_cache else {}
+        began_at = time.perf_counter()  # the first forward loads libraries, which takes no part of the budget
+    deadline = began_at + BUDGET_S
     decode_s, forward_s = measured.decode_s(), measured.chosen_s or measured.forward_s()
     num_threads = 0
     if choose_threads:
@@ -258,15 +268,15 @@ def _measure(packer: Packer, *, choose_threads: bool) -> Throughput:
     if blocks.keeps_cache and time.perf_counter() < deadline:
         context_s = measured.context_s_per_1k(decode_s, forward_s)
     num_measured = len(measured.span)
-    pieces_s = {} if blocks.device.type == "cpu" or not blocks.keeps_cache else measured.pieces_s(deadline)
     # On a device a forward of `FORWARD_TOKENS` may take as long as launching it.
-    tokens_per_s = max(tokens / s for tokens, s in ((measured.forward_tokens, forward_s), *pieces_s.items()))
+    tokens_per_s = max(tokens / s for tokens, s in ((measured.forward_tokens, forward_s), *batches_s.items()))
     return Throughput(
         forward_tokens_per_s=tokens_per_s * num_measured / len(blocks.span),
         decode_ms_per_block=decode_s * 1e3 / num_measured,
         decode_ms_per_block_batch8=batch8_s * 1e3 / num_measured,
         context_ms_per_block_per_1k=context_s * 1e3 / num_measured,
         piece_ms_per_block={tokens: piece_s * 1e3 / num_measured for tokens, piece_s in pieces_s.items()},
+        batch_ms_per_block={tokens: batch_s * 1e3 / num_measured for tokens, batch_s in batches_s.items()},
         num_threads=num_threads,
     )
 
@@ -281,26 +291,34 @@ class _MeasuredBlocks:
         self.forward_tokens = min(FORWARD_TOKENS, self._positions)
         first = self.span = first_blocks(blocks, 1)
         first_s = self.forward_s()
-        self.span = first_blocks(blocks, int(MEASURED_S / first_s * len(first)))
+        few = first_blocks(blocks, int(MEASURED_S / first_s * len(first)))
+        self.span = blocks.span if packer.has_own_step else few
         self.chosen_s = first_s if self.span == first else None
         """Seconds of a forward through them, if it has shown that only one block can be measured: large blocks take a
         second each."""
 
     def forward_s(self) -> float:
         """Seconds of a forward of one row."""
-        return self._batch_s(self.forward_tokens)
+        return self.batch_s(self.forward_tokens)
 
-    def pieces_s(self, deadline: float) -> dict[int, float]:
-        """Seconds of forwards of those `PIECES` that fit into the model's positions and the time."""
+    def by_size(self, measure: Callable[[int], float]) -> dict[int, float]:
+        """`measure` of those `PIECES` that fit into the model's positions and the cache; none after a slow one."""
         found: dict[int, float] = {}
         for num_tokens in PIECES:
-            if num_tokens <= self._positions and time.perf_counter() < deadline:
-                found[num_tokens] = self._batch_s(num_tokens)
+            if num_tokens <= self._positions and max(found.values(), default=0.0) <= SLOW_S:
+                with suppress(CacheFullError):
+                    found[num_tokens] = measure(num_tokens)
         return found
 
-    def _batch_s(self, num_tokens: int) -> float:
+    def batch_s(self, num_tokens: int) -> float:
+        """Seconds of a forward without a session."""
         batch = random_inputs(self._blocks, num_tokens)
         return self._least_s(lambda: self._blocks.forward(batch, self.span))
+
+    def prompt_s(self, num_tokens: int) -> float:
+        """Seconds of a new session's prompt."""
+        prompt = random_inputs(self._blocks, num_tokens)
+        return self._least_s(lambda: self._step(prompt, self._new_cache()))
 
     def decode_s(self, num_rows: int = 1) -> float:
         """Seconds of a step of one new position in each row."""
