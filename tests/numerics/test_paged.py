@@ -24,6 +24,7 @@ from swarmllm.models.span.packing import Packer, Packing, SessionCall
 from swarmllm.models.span.packing_probe import right_ways
 from swarmllm.models.span.page_pool import PAGE_TOKENS
 from swarmllm.models.span.paged_attention import PagedAttention, window_of
+from swarmllm.server.device.throughput import measure_throughput
 
 NUM_PAGES = 64
 
@@ -148,6 +149,17 @@ def test_pages_are_shared_by_reference(llama: BlockSpan) -> None:
     llama.forward(some_inputs(llama, 1, 1, random), cache=second)
     first.rollback(2 * PAGE_TOKENS)
     assert torch.equal(llama.forward(token, cache=first), results[0])
+
+
+@pytest.mark.parametrize("num_pages", [2, 3, 9, 20])
+def test_blocks_with_few_pages_are_measured(num_pages: int, tmp_path: Path) -> None:
+    """Or a server with a small `--attn_cache_tokens` wouldn't start. Page 0 is nobody's."""
+    blocks = load("llama", tmp_path)
+    blocks.pool = blocks.new_pool(num_pages)
+    measured = measure_throughput(Packer(blocks, [Packing.PAGED]))
+    assert measured.decode_ms_per_block > 0
+    assert (measured.decode_ms_per_block_batch8 > 0) == (num_pages > 8)
+    assert blocks.pool.num_free == num_pages - 1
 
 
 def test_recorded_steps(llama: BlockSpan) -> None:

@@ -39,6 +39,7 @@ class Clock:
             device=torch.device("cpu"),
             keeps_cache=True,
             max_positions=None,
+            pool=None,
             traits=SimpleNamespace(forbidden_cuts=(9, 10)),
             new_cache=lambda _: SimpleNamespace(position=0),
             forward=self.forward,

@@ -1,4 +1,4 @@
-"""A decode step of blocks of Llama's kind in few kernels: 7 a block for one position, 10 for several.
+"""A step, or a prompt, through blocks of Llama's kind in few kernels: 7 a block for one position, 10 for several.
 
 `find_fused` checks that blocks are built that way: RMS norms before attention and before an MLP with silu(gate) * up,
 queries and keys rotated, perhaps normalized by head. A comparison with the model's own code decides if they also

@@ -24,6 +24,7 @@ from swarmllm.models.quantization.loading import pack
 from swarmllm.models.quantization.rules import StoredType
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.packing import Packer, Packing, SessionCall
+from swarmllm.models.span.page_pool import PAGE_TOKENS
 from swarmllm.models.span.span_cache import SpanCache
 from swarmllm.models.span.trials import random_inputs
 
@@ -264,7 +265,8 @@ def _measure(packer: Packer, *, choose_threads: bool) -> Throughput:
         torch.set_num_threads(num_threads)
     batch8_s = context_s = 0.0
     if blocks.keeps_cache and time.perf_counter() < deadline:
-        batch8_s = measured.decode_s(BATCH)
+        with suppress(CacheFullError):  # fewer pages than rows
+            batch8_s = measured.decode_s(BATCH)
     if blocks.keeps_cache and time.perf_counter() < deadline:
         context_s = measured.context_s_per_1k(decode_s, forward_s)
     num_measured = len(measured.span)
@@ -288,6 +290,8 @@ class _MeasuredBlocks:
         self._packer, self._blocks = packer, packer.blocks
         blocks = self._blocks
         self._positions = blocks.max_positions or CONTEXT_TOKENS + REPEATS + 1
+        if blocks.pool is not None:
+            self._positions = min(self._positions, blocks.pool.num_free * PAGE_TOKENS)
         self.forward_tokens = min(FORWARD_TOKENS, self._positions)
         first = self.span = first_blocks(blocks, 1)
         first_s = self.forward_s()
@@ -306,8 +310,7 @@ class _MeasuredBlocks:
         found: dict[int, float] = {}
         for num_tokens in PIECES:
             if num_tokens <= self._positions and max(found.values(), default=0.0) <= SLOW_S:
-                with suppress(CacheFullError):
-                    found[num_tokens] = measure(num_tokens)
+                found[num_tokens] = measure(num_tokens)
         return found
 
     def batch_s(self, num_tokens: int) -> float:
