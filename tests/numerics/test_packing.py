@@ -27,7 +27,8 @@ from torch import Tensor
 
 from swarmllm.data_structures import Span
 from swarmllm.models.architecture import stacks
-from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.boundary import block_inputs
+from swarmllm.models.boundary.block_inputs import BlockInputs, all_on_device
 from swarmllm.models.boundary.device_copies import copies_on
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.quantization.rules import FULL_PRECISION, Quantization
@@ -84,12 +85,11 @@ def test_inputs_come_from_other_memory(llama: BlockSpan, monkeypatch: pytest.Mon
 
     def copied(calls: Sequence[BlockInputs], device: torch.device) -> list[BlockInputs]:
         moved.append([frozenset(call.tensors()) for call in calls])
-        named = [call.tensors() for call in calls]
-        copies = iter(copies_on([tensor for one in named for tensor in one.values()], device))
-        return [call.with_tensors({name: next(copies) for name in one}) for call, one in zip(calls, named, strict=True)]
+        return all_on_device(calls, device)
 
     packer, random = packer_of(llama), torch.Generator().manual_seed(4)
     monkeypatch.setattr(packing, "all_on_device", copied)
+    monkeypatch.setattr(block_inputs, "on_device", copies_on)
     monkeypatch.setattr(packer, "moves_inputs", True)
     many = [
         replace(some_inputs(llama, 2, 4, random), attention_mask=torch.tensor(mask))

@@ -16,16 +16,23 @@ ALIGNMENT = 64
 """Bytes. Each tensor begins at a multiple of it, as kernels are compiled anew for tensors at odd addresses."""
 
 
-def in_host_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same tensors in host memory; tensors on a device are copied. Returns when all copies are complete."""
+def in_host_memory(tensors: Sequence[Tensor], devices: frozenset[torch.device] = frozenset()) -> list[Tensor]:
+    """The same tensors in host memory; tensors on a device are copied.
+
+    Returns when all copies are complete, and all work that is queued on `devices`. It doesn't wait for other streams of
+    these, where blocks that are offloaded may arrive.
+
+    Raises:
+        RuntimeError: the queued work has failed.
+    """
     places = [place for place, tensor in enumerate(tensors) if tensor.device.type != "cpu"]
+    there = [tensors[place].detach() for place in places]
+    finish = begin_copies(there)
+    for device in devices.union(one.device for one in there):
+        torch.accelerator.current_stream(device).synchronize()
     copies = list(tensors)
-    if places:
-        finish = begin_copies([tensors[place].detach() for place in places])
-        for device in {tensors[place].device for place in places}:
-            torch.accelerator.current_stream(device).synchronize()
-        for place, copy in zip(places, finish(), strict=True):
-            copies[place] = copy
+    for place, copy in zip(places, finish(), strict=True):
+        copies[place] = copy
     return copies
 
 

@@ -24,7 +24,7 @@ from swarmllm.errors import ConfigurationError, GroupLostError, RemoteProtocolEr
 from swarmllm.machine_memory import available_memory_bytes, total_memory_bytes
 from swarmllm.models.architecture import as_config_says, is_encoder, text_config
 from swarmllm.models.boundary.block_inputs import BESIDE, BlockInputs
-from swarmllm.models.boundary.device_copies import begin_copies
+from swarmllm.models.boundary.device_copies import in_host_memory
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.offload import num_slots
 from swarmllm.server.settings import memory_limit_bytes, require_device
@@ -191,14 +191,7 @@ class DeviceStream:
         self._device = device
 
     def fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        places = [place for place, tensor in enumerate(tensors) if tensor.device == self._device]
-        finish = begin_copies([tensors[place] for place in places])
-        # Don't wait for the whole device: copies of offloaded blocks may run at the same time.
-        torch.accelerator.current_stream(self._device).synchronize()
-        copies = list(tensors)
-        for place, copy in zip(places, finish(), strict=True):
-            copies[place] = copy
-        return copies
+        return in_host_memory(tensors, frozenset({self._device}))
 
 
 def accelerator_of(device: torch.device) -> Accelerator | None:
