@@ -129,14 +129,23 @@ def test_nothing_is_shared_between_spans_or_kinds_of_inputs(blocks: BlockSpan) -
     assert run(blocks, pages, inputs.with_hidden(inputs.hidden_states.double().float()))[2] == 3 * PAGE_TOKENS
 
 
-def test_any_length_can_be_hashed(blocks: BlockSpan) -> None:
+def test_prompts_of_any_length_have_the_pages_of_a_longer_one(blocks: BlockSpan) -> None:
     """The piece behind the last whole page may be one position, whose strides torch calls contiguous."""
-    for length in range(1, 1101):
-        hidden = torch.zeros(1, length, blocks.embedding_dim)
+    longest = 1100
+    hidden = torch.randn(1, longest, blocks.embedding_dim, generator=torch.Generator().manual_seed(0))
+    known: list[tuple[int, bytes]] = []
+    for length in range(longest, 0, -1):
         inputs = BlockInputs(
-            hidden_states=hidden, batch_size=1, seq_len=length, position_ids=torch.arange(length)[None]
+            hidden_states=hidden[:, :length],
+            batch_size=1,
+            seq_len=length,
+            position_ids=torch.arange(length)[None],
         )
-        assert not SharedPrefix(PrefixCache(0), blocks, blocks.span).read(0, inputs)
+        prefix = SharedPrefix(PrefixCache(0), blocks, blocks.span)
+        assert not prefix.read(0, inputs)
+        known = known or prefix._new
+        assert prefix._new == known[: length // PAGE_TOKENS]
+    assert len({digest for _, digest in known}) == longest // PAGE_TOKENS
 
 
 @given(data=st.data())

@@ -31,22 +31,36 @@ CHUNK_TOKENS = 128
 
 
 class BufferedCacheLayer(DynamicLayer):
-    """A full-attention cache layer; `keys` and `values` are views of the filled part, `[batch, heads, seq, head]`."""
+    """A full-attention cache layer; `keys` and `values` are views of the filled part, `[batch, heads, seq, head]`.
+
+    They are made when they are asked for: recorded steps read the buffers themselves.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
+        self.is_initialized = False
         self.key_buffer: Tensor | None = None
         self.value_buffer: Tensor | None = None
         self.length = 0
+
+    @property
+    def keys(self) -> Tensor | None:
+        return None if self.key_buffer is None else self.key_buffer.narrow(-2, 0, self.length)
+
+    @property
+    def values(self) -> Tensor | None:
+        return None if self.value_buffer is None else self.value_buffer.narrow(-2, 0, self.length)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append `[batch, heads, new, head]`; return all keys and values so far."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start, self.length = self.length, self.length + key_states.shape[-2]
-        self.key_buffer, self.keys = _append(self.key_buffer, key_states, start, self.length)
-        self.value_buffer, self.values = _append(self.value_buffer, value_states, start, self.length)
-        return self.keys, self.values
+        self.key_buffer, keys = _append(self.key_buffer, key_states, start, self.length)
+        self.value_buffer, values = _append(self.value_buffer, value_states, start, self.length)
+        return keys, values
 
     def extend(self, num_positions: int) -> "StoredRows":
         """Make room for so many positions, which the caller writes to the buffers itself."""
@@ -58,14 +72,14 @@ class BufferedCacheLayer(DynamicLayer):
                 _larger(buffer, start, end, buffer) for buffer in (self.key_buffer, self.value_buffer)
             )
         self.length = end
-        self.look_again()
         return StoredRows(self.key_buffer, self.value_buffer, start)
 
     def part(self, start: int, end: int) -> tuple[Tensor, Tensor] | None:
         """Copies of the keys and values of positions `[start, end)`; None if this block keeps none of its own."""
-        if not self.is_initialized:
+        if self.key_buffer is None or self.value_buffer is None:
             return None
-        return self.keys.narrow(-2, start, end - start).clone(), self.values.narrow(-2, start, end - start).clone()
+        keys, values = (one.narrow(-2, start, end - start).clone() for one in (self.key_buffer, self.value_buffer))
+        return keys, values
 
     def get_seq_length(self) -> int:
         return self.length
@@ -74,7 +88,6 @@ class BufferedCacheLayer(DynamicLayer):
         """Forget the last `-tokens_to_remove` positions (transformers counts them as a negative number)."""
         if tokens_to_remove and self.is_initialized:
             self.length += tokens_to_remove
-            self.look_again()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Keep the rows `beam_idx` of the batch, in that order."""
@@ -82,13 +95,6 @@ class BufferedCacheLayer(DynamicLayer):
             order = beam_idx.to(self.key_buffer.device)
             self.key_buffer = self.key_buffer.index_select(0, order)
             self.value_buffer = self.value_buffer.index_select(0, order)
-            self.look_again()
-
-    def look_again(self) -> None:
-        """Make `keys` and `values` views of new buffers."""
-        if self.key_buffer is not None and self.value_buffer is not None:
-            self.keys = self.key_buffer.narrow(-2, 0, self.length)
-            self.values = self.value_buffer.narrow(-2, 0, self.length)
 
 
 class BufferedWindowLayer(DynamicSlidingWindowLayer):
@@ -474,7 +480,7 @@ class SpanCache(PhantomCache):
                 if block_idx in elsewhere.heads:
                     for name, tensor in own.items():
                         setattr(layer, name, torch.cat([tensor, *(one[name] for one in theirs)], dim=1))
-                    if type(layer) in BUFFERED:
+                    if type(layer) is BufferedWindowLayer:
                         layer.look_again()
         self.elsewhere = None
 
@@ -486,7 +492,7 @@ class SpanCache(PhantomCache):
         ]
         for attributes in found:
             if "key_buffer" in attributes:
-                del attributes["keys"], attributes["values"]
+                attributes.pop("keys", None), attributes.pop("values", None)
         return found
 
     def key_heads(self) -> list[int]:
