@@ -89,10 +89,10 @@ class Part:
 # names what failed also if the time was up.
 TESTS = ("-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "no:benchmark", "--lane", "gpu", "tests/gpu")
 PARTS = (
-    Part("tests", (*TESTS, "-n", "14"), 150, ("--collect-only",)),
-    Part("gpu_prompts", ("benchmarks/gpu_prompts.py",), 40, ("--device", "cpu")),
+    Part("tests", (*TESTS, "-n", "14"), 170, ("--collect-only",)),
+    Part("gpu_prompts", ("benchmarks/gpu_prompts.py",), 60, ("--device", "cpu")),
     Part("gpu_step", ("benchmarks/gpu_step.py",), 150, ("--device", "cpu")),
-    Part("gpu_serving", ("benchmarks/gpu_serving.py", "--limit_s", "190"), 250, ("--device", "cpu")),
+    Part("gpu_serving", ("benchmarks/gpu_serving.py", "--limit_s", "160"), 210, ("--device", "cpu")),
 )
 """All limits together are below ten minutes. A benchmark has the name of its results."""
 

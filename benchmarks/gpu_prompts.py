@@ -3,9 +3,9 @@
     python benchmarks/gpu_prompts.py [--blocks 16] [--quant_types none int8] [--device cpu]
 
 Milliseconds until the GPU has done a new session's prompt, and until everything is launched, by the model's own code
-and by `fused_step`; of a second piece of the same length; and of forwards without a session. What the server measures
-at its start is printed as well: it decides how many tokens clients send at once. "new memory" is the time of writing to
-4 MiB that the system has just given: some machines take 40 times as long as others, with each message.
+and by `fused_step`; of a second piece of the same length; and of forwards without a session, whose inputs are on the
+GPU already. What the server measures at its start is printed as well: it decides how many tokens clients send at once.
+"new memory" is the time of writing to 4 MiB that the system has just given, which messages often need.
 `--device cpu` tries the script on tiny blocks. Writes results/gpu_prompts.json.
 """
 

@@ -118,7 +118,7 @@ def test_pages_come_back(llama: BlockSpan) -> None:
     assert llama.pool.num_free == before
 
 
-def test_a_pool_without_room_refuses_one_session_alone(llama: BlockSpan) -> None:
+def test_a_pool_without_room_refuses_one_session_alone(llama: BlockSpan, caplog: pytest.LogCaptureFixture) -> None:
     caches = [llama.new_cache() for _ in range(2)]
     lengths = (5, (NUM_PAGES + 1) * PAGE_TOKENS)
     random = torch.Generator().manual_seed(1)
@@ -126,9 +126,12 @@ def test_a_pool_without_room_refuses_one_session_alone(llama: BlockSpan) -> None
         SessionCall(some_inputs(llama, 1, length, random), llama.span, cache)
         for length, cache in zip(lengths, caches, strict=True)
     ]
-    outcomes = Packer(llama, [Packing.PAGED]).run_calls(calls)
+    packer = Packer(llama, [Packing.PAGED])
+    outcomes = packer.run_calls(calls)
     assert isinstance(outcomes[0], Tensor)
     assert isinstance(outcomes[1], CacheFullError)
+    assert not packer._failed
+    assert "failed paged" not in caplog.text
 
 
 def test_pages_are_shared_by_reference(llama: BlockSpan) -> None:

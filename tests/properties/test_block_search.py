@@ -1,5 +1,6 @@
 """Weights in GGUF's blocks: the search is never worse than plain rounding, and finds again what came from blocks."""
 
+import math
 from typing import Any
 
 import pytest
@@ -26,12 +27,13 @@ class DividesAsOnCuda(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_divisions = 0
+        self.num_divisions = self.num_inexact = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func in (torch.ops.aten.div.Tensor, torch.ops.aten.div_.Tensor):
             self.num_divisions += 1
             if not isinstance(args[1], Tensor):
+                self.num_inexact += abs(math.frexp(args[1])[0]) != 0.5  # not by a power of 2
                 inverse = float(1 / torch.tensor(args[1], dtype=torch.float32))
                 func = torch.ops.aten.mul_.Tensor if func is torch.ops.aten.div_.Tensor else torch.ops.aten.mul.Tensor
                 args = args[0], inverse
@@ -87,6 +89,7 @@ def test_a_gpu_rounds_as_a_cpu(form: str, monkeypatch: pytest.MonkeyPatch) -> No
     with DividesAsOnCuda() as there:
         found = pack(weight, form, torch.device("cpu")).tensors()
     assert there.num_divisions > 0
+    assert there.num_inexact == 0
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
 

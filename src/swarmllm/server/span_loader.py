@@ -253,7 +253,7 @@ class SpanLoader:
             if self.device.type == "cuda":
                 logger.info("each session has keys and values of its own, not pages: %s", why_not)
             return
-        blocks.pool = blocks.new_pool(1 + (room.sessions + room.pages) // blocks.page_bytes)
+        blocks.pool = blocks.new_pool(1 + max(1, (room.sessions + room.pages) // blocks.page_bytes))
         logger.info("keys and values of all sessions are in %d pages", blocks.pool.num_pages)
 
     def _measured(self, blocks: BlockSpan) -> tuple[Packer, Throughput]:

@@ -88,7 +88,7 @@ def test_recorded_steps_are_measured_through_all_blocks(clock: Clock) -> None:
     packer = clock.packer()
     packer.has_own_step = True
     measure_throughput(packer)
-    assert set(clock.ran[5:]) == {HOSTED}
+    assert set(clock.ran[throughput.REPEATS + 1 :]) == {HOSTED}
 
 
 @pytest.mark.parametrize("clock", [1e-7, 1e-2], indirect=True, ids="{} s".format)
@@ -196,14 +196,13 @@ def test_a_slow_start_leaves_out_no_pieces(clock: Clock) -> None:
     assert tuple(measured.piece_ms_per_block) == tuple(measured.batch_ms_per_block) == throughput.PIECES
 
 
-@pytest.mark.parametrize("clock", [1e-5], indirect=True)
+@pytest.mark.parametrize("clock", [3e-5], indirect=True)
 def test_slow_pieces_are_the_last(clock: Clock) -> None:
     packer = clock.packer()
     packer.blocks.device = torch.device("cuda")
     packer.has_own_step = True
-    pieces = measure_throughput(packer).piece_ms_per_block
-    assert len(pieces) > 1
-    assert [tokens for tokens in pieces if tokens * clock.block_s * len(HOSTED) > throughput.SLOW_S] == [max(pieces)]
+    assert 64 * clock.block_s * len(HOSTED) < throughput.SLOW_S < 256 * clock.block_s * len(HOSTED)
+    assert tuple(measure_throughput(packer).piece_ms_per_block) == (64, 256)
 
 
 @pytest.mark.parametrize("quant_type", ["int8", "q4_k"])

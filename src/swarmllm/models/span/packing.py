@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from swarmllm.data_structures import Span
-from swarmllm.errors import LocalProtocolError
+from swarmllm.errors import CacheFullError, LocalProtocolError
 from swarmllm.models.boundary.block_inputs import BlockInputs, all_on_device, arithmetic
 from swarmllm.models.quantization import kernels
 from swarmllm.models.quantization.step import Rows as StepRows
@@ -161,16 +161,13 @@ class PackedForward:
         pool, row = place(calls_in_row)
         axis = self.blocks.traits.batch_axis
         size = self._size_of_graph(calls, len(row.pairs))
-        position_ids = None
-        if any(call.inputs.position_ids is not None for call in calls_in_row):
-            position_ids = _in_one_row(_all_positions(calls_in_row), -2)
-        hidden = [call.inputs.hidden_states for call in calls_in_row]
         if self.graphs is not None and size is not None:
-            output = self.graphs.replay(size, hidden, row.pairs, position_ids)
-        elif self.fused is not None and self._are_usual(calls):
-            placed = row.placed(pool.device)
+            hidden = [call.inputs.hidden_states for call in calls_in_row]
+            output = self.graphs.replay(size, hidden, row.pairs, _given_positions(calls_in_row))
+        elif self.fused is not None and self.may_be_fused(calls):
+            placed, position_ids = row.placed(pool.device), _given_positions(calls_in_row)
             at = placed.positions[None] if position_ids is None else position_ids.to(pool.device)
-            output = self.fused(_in_one_row(hidden, 0), placed, at)[0]
+            output = self.fused(_in_one_row([call.inputs.hidden_states for call in calls_in_row], 0), placed, at)[0]
         else:
             with self.paged.running(pool, row.placed(pool.device)) as cache:
                 output = self.blocks.run_blocks(self._one_row(calls_in_row), calls[0].span, cache).squeeze(axis).clone()
@@ -322,6 +319,13 @@ def _all_positions(calls: Sequence[SessionCall]) -> list[Tensor]:
     return [_positions(call).to(device) for call in calls]
 
 
+def _given_positions(calls: Sequence[SessionCall]) -> Tensor | None:
+    """The positions of all calls in one row, if clients have sent some; None: they are those in the caches."""
+    if all(call.inputs.position_ids is None for call in calls):
+        return None
+    return _in_one_row(_all_positions(calls), -2)
+
+
 def _positions(call: SessionCall) -> Tensor:
     """The positions of a call: `[batch, seq]`, or `[axes, batch, seq]` if pictures have more than one axis."""
     inputs, given = call.inputs, call.inputs.position_ids
@@ -417,13 +421,14 @@ class Packer:
         try:
             return list(self.forward.run_packed(self._on_device(calls, masks=False), way))
         except Exception as error:  # noqa: BLE001 - perhaps one call is to blame: running each alone shows which
-            if way not in self._failed:
+            if way not in self._failed and not isinstance(error, CacheFullError):
                 self._failed.add(way)
                 said = f"{type(error).__name__}: {error}"
                 logger.warning("a step of %d sessions failed %s; each runs alone: %s", len(calls), way.value, said)
-            for restore in undo:
-                restore()
-            return self._one_by_one(calls)
+        # Not above: the error keeps the memory of the step that failed.
+        for restore in undo:
+            restore()
+        return self._one_by_one(calls)
 
     def _one_by_one(self, calls: Sequence[SessionCall]) -> list[OutputOrError]:
         outcomes: list[OutputOrError] = []

@@ -66,8 +66,10 @@ class Placed:
         long_calls: tuple[tuple[int, int], ...] = (),
     ) -> "Placed":
         """From (row, position) of each; one copy to the device."""
-        both = torch.tensor(pairs).t().contiguous().to(device, non_blocking=True)
-        return cls(both[0], both[1], len(pairs) if num_short is None else num_short, long_calls)
+        total = len(pairs)
+        even = [*pairs, pairs[-1]] if total % 2 else pairs  # kernels are compiled anew for positions at odd addresses
+        rows, positions = torch.tensor(even).t().contiguous().to(device, non_blocking=True)[:, :total]
+        return cls(rows, positions, total if num_short is None else num_short, long_calls)
 
     def tiles(self, num_shared: int) -> Tensor | None:
         """`[tiles, 2]` int32: (first, number) of positions of long calls that attend together."""
@@ -413,7 +415,7 @@ class PageTable:
         return found.reshape(*found.shape[:2], -1, found.shape[-1]).narrow(2, start - first * PAGE_TOKENS, end - start)
 
     def _pages(self, first: int, end: int) -> Tensor:
-        """`[rows, end - first]`: numbers of pages on the device, copied once for all blocks of a step."""
+        """`[rows, end - first]`: numbers of pages on the device, copied once for blocks in a row that see the same."""
         key = self.step, first, end
         if self._numbers is None or self._numbers[:3] != key:
             numbers = torch.tensor([pages[first:end] for _, pages in self._held.rows])

@@ -2,14 +2,15 @@
 
 Called by `span_loader` in the device thread, at each start: the same blocks are faster or slower on another machine,
 or beside other programs. A rough estimate is enough: routing and placement only need the ratios between servers. The
-figures that matter most are measured first; when time is up, the rest is left out. Measured as well: the fastest of
-the right ways to compute steps of several sessions (`span/packing` lists them), on decode steps of some of the blocks.
+figures that matter most are measured first; when time is up, the rest is left out. On other devices than CPUs, prompts
+and batches of several sizes come before that time begins, and recorded steps run through all blocks. Measured as well:
+the fastest of the right ways to compute steps of several sessions (`span/packing` lists them), on decode steps of some
+of the blocks.
 """
 
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -17,7 +18,6 @@ from itertools import pairwise
 import torch
 
 from swarmllm.data_structures import Span
-from swarmllm.errors import CacheFullError
 from swarmllm.machine_memory import return_free_memory
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.quantization.loading import pack
@@ -235,18 +235,17 @@ def measure_weights(device: torch.device, quant_type: StoredType) -> float:
 
 
 def _measure(packer: Packer, *, choose_threads: bool) -> Throughput:
-    blocks, began_at = packer.blocks, time.perf_counter()
+    blocks, deadline = packer.blocks, time.perf_counter() + BUDGET_S
     logger.info("measuring how fast blocks %s are here", blocks.span)
     most = torch.get_num_threads()
     if choose_threads:
         torch.set_num_threads(1)  # one thread is never slow beyond measure
     measured = _MeasuredBlocks(packer)
     pieces_s = batches_s = {}
-    if blocks.device.type != "cpu":  # first: without them, clients would send too few tokens at once
-        batches_s = measured.by_size(measured.batch_s)
-        pieces_s = measured.by_size(measured.prompt_s) if blocks.keeps_cache else {}
-        began_at = time.perf_counter()  # the first forward loads libraries, which takes no part of the budget
-    deadline = began_at + BUDGET_S
+    if blocks.device.type != "cpu" and blocks.keeps_cache:
+        # First: without them, clients would send too few tokens at once. And the first forward loads libraries.
+        batches_s, pieces_s = measured.batches_s(), measured.prompts_s()
+        deadline = time.perf_counter() + BUDGET_S
     decode_s, forward_s = measured.decode_s(), measured.chosen_s or measured.forward_s()
     num_threads = 0
     if choose_threads:
@@ -264,9 +263,8 @@ def _measure(packer: Packer, *, choose_threads: bool) -> Throughput:
                 num_threads, decode_s, forward_s = candidate, decode_more_s, forward_more_s
         torch.set_num_threads(num_threads)
     batch8_s = context_s = 0.0
-    if blocks.keeps_cache and time.perf_counter() < deadline:
-        with suppress(CacheFullError):  # fewer pages than rows
-            batch8_s = measured.decode_s(BATCH)
+    if blocks.keeps_cache and time.perf_counter() < deadline and measured.has_room_for_batch:
+        batch8_s = measured.decode_s(BATCH)
     if blocks.keeps_cache and time.perf_counter() < deadline:
         context_s = measured.context_s_per_1k(decode_s, forward_s)
     num_measured = len(measured.span)
@@ -290,8 +288,10 @@ class _MeasuredBlocks:
         self._packer, self._blocks = packer, packer.blocks
         blocks = self._blocks
         self._positions = blocks.max_positions or CONTEXT_TOKENS + REPEATS + 1
-        if blocks.pool is not None:
-            self._positions = min(self._positions, blocks.pool.num_free * PAGE_TOKENS)
+        num_pages = BATCH if blocks.pool is None else blocks.pool.num_free
+        self.has_room_for_batch = num_pages >= BATCH
+        self._room = self._positions if blocks.pool is None else min(self._positions, num_pages * PAGE_TOKENS)
+        """The most positions of a session."""
         self.forward_tokens = min(FORWARD_TOKENS, self._positions)
         first = self.span = first_blocks(blocks, 1)
         first_s = self.forward_s()
@@ -303,23 +303,21 @@ class _MeasuredBlocks:
 
     def forward_s(self) -> float:
         """Seconds of a forward of one row."""
-        return self.batch_s(self.forward_tokens)
+        return self._batch_s(self.forward_tokens)
 
-    def by_size(self, measure: Callable[[int], float]) -> dict[int, float]:
-        """`measure` of those `PIECES` that fit into the model's positions and the cache; none after a slow one."""
-        found: dict[int, float] = {}
-        for num_tokens in PIECES:
-            if num_tokens <= self._positions and max(found.values(), default=0.0) <= SLOW_S:
-                found[num_tokens] = measure(num_tokens)
-        return found
+    def batches_s(self) -> dict[int, float]:
+        """Seconds of forwards without a session, by their number of tokens."""
+        return _by_size(self._batch_s, self._positions)
 
-    def batch_s(self, num_tokens: int) -> float:
-        """Seconds of a forward without a session."""
+    def prompts_s(self) -> dict[int, float]:
+        """Seconds of a new session's prompts, by their number of tokens."""
+        return _by_size(self._prompt_s, self._room)
+
+    def _batch_s(self, num_tokens: int) -> float:
         batch = random_inputs(self._blocks, num_tokens)
         return self._least_s(lambda: self._blocks.forward(batch, self.span))
 
-    def prompt_s(self, num_tokens: int) -> float:
-        """Seconds of a new session's prompt."""
+    def _prompt_s(self, num_tokens: int) -> float:
         prompt = random_inputs(self._blocks, num_tokens)
         return self._least_s(lambda: self._step(prompt, self._new_cache()))
 
@@ -330,7 +328,7 @@ class _MeasuredBlocks:
 
         def decode() -> None:
             nonlocal cache
-            if cache is not None and cache.position >= self._positions:
+            if cache is not None and cache.position >= self._room:
                 cache = self._new_cache()
             self._step(token, cache)
 
@@ -338,7 +336,7 @@ class _MeasuredBlocks:
 
     def context_s_per_1k(self, decode_s: float, forward_s: float) -> float:
         """Seconds that 1000 positions in the cache add to a step; 0 = not measured."""
-        room = self._positions - REPEATS - 1  # the steps that follow need positions
+        room = self._room - REPEATS - 1  # the steps that follow need positions
         num_tokens = int(min(CONTEXT_TOKENS, room, self.forward_tokens * CONTEXT_BUDGET_S / forward_s))
         if num_tokens < FORWARD_TOKENS:
             return 0.0
@@ -347,12 +345,12 @@ class _MeasuredBlocks:
         added_s = self._least_s(lambda: self._step(token, cache)) - decode_s
         return max(0.0, added_s) * 1000 / num_tokens
 
-    def _step(self, token: BlockInputs, cache: SpanCache | None) -> None:
-        """Run a decode step as the server will run it."""
+    def _step(self, inputs: BlockInputs, cache: SpanCache | None) -> None:
+        """Run a step as the server will run it."""
         if cache is None:
-            self._blocks.forward(token, self.span)
+            self._blocks.forward(inputs, self.span)
             return
-        (outcome,) = self._packer.run_calls([SessionCall(token, self.span, cache)])
+        (outcome,) = self._packer.run_calls([SessionCall(inputs, self.span, cache)])
         if isinstance(outcome, Exception):
             raise outcome
 
@@ -367,6 +365,15 @@ class _MeasuredBlocks:
         first_s = seconds(self._blocks, run)
         repeats = 1 if first_s > SLOW_S else REPEATS
         return min(first_s, *(seconds(self._blocks, run) for _ in range(repeats)))
+
+
+def _by_size(measure: Callable[[int], float], most: int) -> dict[int, float]:
+    """`measure` of those `PIECES` that have no more than `most` tokens; of none after a slow one."""
+    found: dict[int, float] = {}
+    for num_tokens in PIECES:
+        if num_tokens <= most and max(found.values(), default=0.0) <= SLOW_S:
+            found[num_tokens] = measure(num_tokens)
+    return found
 
 
 def _in_words(throughput: Throughput) -> str:
