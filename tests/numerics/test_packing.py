@@ -285,3 +285,21 @@ def test_a_row_longer_than_the_table_of_positions_is_not_tried(tmp_path: Path) -
         assert sessions.step((1, 1, 1)) <= RELATIVE
         assert sessions.step((1, 1, 1)) <= RELATIVE
     assert sizes == [3]
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "gemma3_text", "qwen3"])
+def test_what_a_session_s_cache_takes_is_measured(model_type: str, tmp_path: Path) -> None:
+    """Servers lease memory by it: keys and values of full attention and of windows, whoever writes them."""
+    blocks = load(model_type, tmp_path)
+    sizes = blocks.cache_sizes
+    numbers = sum(heads * head_dim for pair in sizes.key_value_shapes.values() for heads, head_dim in pair)
+    assert sizes.bytes_per_token == numbers * blocks.dtype.itemsize > 0
+    sessions = Sessions(blocks, rows=(1,))
+    for length in (5, 1, 1):
+        sessions.step((length,))
+    for cache in (*sessions.packed, *sessions.alone):
+        growing, fixed = cache.used_bytes()
+        assert fixed == 0
+        assert 0 < growing <= 7 * sizes.bytes_per_token, "windows drop what nobody sees any more"
+        assert growing == 7 * sizes.bytes_per_token or model_type in ("mistral", "gemma3_text")
+        assert cache.num_bytes >= growing

@@ -556,7 +556,8 @@ class SpanCache(PhantomCache):
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(attribute, tensor) of all hosted layers; an attribute with several states comes once for each."""
         for layer in self._hosted_layers():
-            for name, value in vars(layer).items():
+            views = {"keys": layer.keys, "values": layer.values} if type(layer) is BufferedCacheLayer else {}
+            for name, value in (vars(layer) | views).items():
                 for tensor in value.values() if isinstance(value, dict) else (value,):
                     if isinstance(tensor, Tensor) and tensor.numel() > 1:
                         yield name, tensor
