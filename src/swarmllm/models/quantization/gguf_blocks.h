@@ -32,20 +32,33 @@ INLINE void q4(const uint8_t *block, int zero, int minimum, int group, unpacked 
     nibbles(block + (minimum ? 4 : 2), 16, zero, to->codes + 32 * group);
 }
 
-/* Codes of 5 bits: 32 fifth ones in 4 bytes, and then the others. */
-INLINE void nibbles_and_fifths(const uint8_t *bytes, int zero, int8_t *codes) {
-    uint32_t bits = bytes[0] | bytes[1] << 8 | bytes[2] << 16 | (uint32_t)bytes[3] << 24;
 #if LEVEL > 1
+/* 32 codes of 5 bits: the fifth ones in 4 bytes, and then the others. */
+INLINE __m256i five_bits(const uint8_t *bytes) {
+    uint32_t fifths;
+    memcpy(&fifths, bytes, sizeof fifths);
+    __m128i two = _mm_loadu_si128((const __m128i *)(bytes + 4));
+    __m256i sixteen = _mm256_set1_epi8(16);
+    __m256i four = _mm256_and_si256(_mm256_set_m128i(_mm_srli_epi16(two, 4), two), _mm256_set1_epi8(15));
+#if LEVEL == 4
+    return _mm256_mask_add_epi8(four, fifths, four, sixteen);
+#else
     const __m256i byte = _mm256_set_epi64x(0x0303030303030303, 0x0202020202020202, 0x0101010101010101, 0);
     const __m256i bit = _mm256_set1_epi64x((long long)0x8040201008040201);
-    __m128i two = _mm_loadu_si128((const __m128i *)(bytes + 4));
-    __m256i four = _mm256_and_si256(_mm256_set_m128i(_mm_srli_epi16(two, 4), two), _mm256_set1_epi8(15));
-    __m256i fifth = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32((int)bits), byte), bit);
-    fifth = _mm256_and_si256(_mm256_cmpeq_epi8(fifth, bit), _mm256_set1_epi8(16));
-    four = _mm256_sub_epi8(_mm256_or_si256(four, fifth), _mm256_set1_epi8((char)zero));
-    memcpy(codes, &four, sizeof four);
+    __m256i fifth = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32((int)fifths), byte), bit);
+    return _mm256_or_si256(four, _mm256_and_si256(_mm256_cmpeq_epi8(fifth, bit), sixteen));
+#endif
+}
+#endif
+
+/* The same in memory. */
+INLINE void nibbles_and_fifths(const uint8_t *bytes, int zero, int8_t *codes) {
+#if LEVEL > 1
+    __m256i five = _mm256_sub_epi8(five_bits(bytes), _mm256_set1_epi8((char)zero));
+    memcpy(codes, &five, sizeof five);
     IN_MEMORY(*(int8_t(*)[32])codes);
 #else
+    uint32_t bits = bytes[0] | bytes[1] << 8 | bytes[2] << 16 | (uint32_t)bytes[3] << 24;
     nibbles(bytes + 4, 16, zero, codes);
     for (int i = 0; i < 32; i++)
         codes[i] = (int8_t)(codes[i] + (int)(bits >> i & 1) * 16);

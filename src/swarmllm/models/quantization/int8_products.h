@@ -170,20 +170,7 @@ INLINE bytes_of_group pairs_of_16(const uint8_t *from) { /* 16 codes below, the 
     __m128i both = _mm_loadu_si128((const __m128i *)from);
     return low_bits(_mm256_inserti128_si256(_mm256_castsi128_si256(both), _mm_srli_epi16(both, 4), 1));
 }
-/* The same with the fifth bits of all in 4 bytes before them. */
-INLINE bytes_of_group with_fifths(const uint8_t *from) {
-    uint32_t fifths;
-    memcpy(&fifths, from, sizeof fifths);
-    bytes_of_group four = pairs_of_16(from + 4), sixteen = _mm256_set1_epi8(16);
-#if LEVEL == 4
-    return _mm256_mask_add_epi8(four, fifths, four, sixteen);
-#else
-    bytes_of_group bit = _mm256_set1_epi64x((long long)0x8040201008040201);
-    bytes_of_group byte = _mm256_set_epi64x(0x0303030303030303, 0x0202020202020202, 0x0101010101010101, 0);
-    bytes_of_group fifth = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32((int)fifths), byte), bit);
-    return _mm256_or_si256(four, _mm256_and_si256(_mm256_cmpeq_epi8(fifth, bit), sixteen));
-#endif
-}
+INLINE bytes_of_group with_fifths(const uint8_t *from) { return five_bits(from); }
 /* Some bits of each byte, `from` places above the lowest, as bits 4 and higher. */
 INLINE bytes_of_group bits_above(bytes_of_group bytes, int from, int mask) {
     return _mm256_slli_epi16(_mm256_and_si256(_mm256_srli_epi16(bytes, from), _mm256_set1_epi8((char)mask)), 4);
