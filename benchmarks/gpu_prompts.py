@@ -20,8 +20,7 @@ from typing import Any
 
 import torch
 from common import median, save_results, table
-from gpu_step import SIZES, wait
-from transformers import LlamaConfig, LlamaForCausalLM
+from gpu_step import SIZES, save_blocks, wait
 
 from swarmllm.data_structures import Span
 from swarmllm.models.boundary.block_inputs import BlockInputs
@@ -108,21 +107,11 @@ def main() -> int:
         print("this benchmark needs a GPU with CUDA", file=sys.stderr)
         return 1
     torch.backends.cuda.enable_cudnn_sdp(False)
-    hidden, inter, heads = SIZES[args.device]
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=hidden,
-        intermediate_size=inter,
-        num_hidden_layers=args.blocks,
-        num_attention_heads=heads,
-        max_position_embeddings=8192,
-        dtype="bfloat16",
-    )
     results: dict[str, Any] = {"new memory, ms": new_memory_ms()}
     print(f"new memory: {results['new memory, ms']:.2f} ms for 4 MiB")
     with tempfile.TemporaryDirectory(prefix="swarmllm-bench-") as directory, torch.inference_mode():
-        with torch.device(args.device), torch.inference_mode(False):
-            LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(Path(directory))
+        with torch.inference_mode(False):
+            save_blocks(Path(directory), args.device, args.blocks)
         for quant_type in args.quant_types:
             blocks = load_block_span(
                 open_checkpoint(directory),

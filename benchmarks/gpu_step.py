@@ -88,6 +88,22 @@ def inputs(blocks: BlockSpan, seq_len: int, seed: int) -> BlockInputs:
     return BlockInputs(hidden_states=hidden, batch_size=1, seq_len=seq_len)
 
 
+def save_blocks(directory: Path, device: str, num_blocks: int) -> None:
+    """A checkpoint of random blocks of `SIZES`, made on that device."""
+    hidden, inter, heads = SIZES[device]
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=hidden,
+        intermediate_size=inter,
+        num_hidden_layers=num_blocks,
+        num_attention_heads=heads,
+        max_position_embeddings=8192,
+        dtype="bfloat16",
+    )
+    with torch.device(device):
+        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+
+
 def tried(what: str, call: Callable[[], Any]) -> Any:
     """The result, or None with the error printed."""
     started = time.perf_counter()
@@ -332,20 +348,11 @@ def main() -> int:
     bandwidth = bytes_per_s(args.device)
     name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     print(f"{name}, {bandwidth / 1e9:.0f} GB/s, torch {torch.__version__}", flush=True)
-    hidden, inter, heads = SIZES[args.device]
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=hidden,
-        intermediate_size=inter,
-        num_hidden_layers=args.blocks,
-        num_attention_heads=heads,
-        dtype="bfloat16",
-    )
     rows: list[dict[str, Any]] = []
     details: dict[str, Any] = {}
     num_pages = 2 + max(args.sessions) * (args.context // 64 + 4)
     with tempfile.TemporaryDirectory(prefix="swarmllm-bench-") as directory:
-        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(Path(directory))
+        save_blocks(Path(directory), args.device, args.blocks)
         for quant_type in args.quant_types:
             load = partial(
                 load_block_span,
