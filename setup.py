@@ -36,7 +36,7 @@ HEADERS = (
     *("step", "step_line", "rounding"),
 )
 SOURCES = (
-    *("kernels", "products_3", "products_4", "int8_kernels", "int8_3", "int8_3_vnni", "int8_4_vnni"),
+    *("kernels", "products_3", "products_4", "int8_kernels", "int8_3", "int8_3_vnni", "int8_4_vnni", "strips"),
     *("rounding", "rounding_3", "rounding_4"),
 )
 

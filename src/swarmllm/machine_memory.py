@@ -8,21 +8,36 @@ this module.
 
 Freed memory isn't always given back to the operating system, or to other users of the GPU. `return_free_memory` does it
 where much was freed: after loading and measurements, after many sessions, and when memory has run out.
+
+`into_huge_pages` is for weights, which are read from end to end for each token: with pages of 4 KB, a processor may
+spend a third of that time on looking up where they are.
 """
 
 import contextlib
 import ctypes
+import mmap
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
+
+if TYPE_CHECKING:  # commands without a model use this module, too
+    from torch import Tensor
 
 PROC = Path("/proc/self")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # mallopt(3)
 WHILE_LOADING_BYTES = 256 << 10
 AFTERWARDS_BYTES = 32 << 20
 """The limit at which glibc's own, moving threshold ends: then the heap keeps the memory of activations for reuse."""
+HUGE_PAGE_BYTES = 2 << 20
+CHUNK_BYTES = 32 * HUGE_PAGE_BYTES
+"""Tensors share as much as this, one after the other: few of a model's are a multiple of a huge page."""
+WORTH_MOVING_BYTES = 64 << 10
+"""Assumed: smaller tensors are no part of a step that shows."""
+TENSOR_ALIGNMENT = 64
 _in_use: list[int] = []
 """The limits of the contexts that have been entered."""
 
@@ -145,9 +160,59 @@ def _allocating_pages_from(num_bytes: int) -> Iterator[None]:
         _allocate_pages_from(_in_use[-1] if _in_use else AFTERWARDS_BYTES)
 
 
+class _HugePages:
+    """Memory for which the system is asked for huge pages. A chunk is given back when none of its tensors is left."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._chunk: mmap.mmap | None = None
+        self._next = 0
+
+    def take(self, num_bytes: int) -> tuple[mmap.mmap, int]:
+        """Memory of this size: where it is, and at what offset."""
+        if num_bytes > CHUNK_BYTES // 2:
+            return _new_chunk(num_bytes)
+        with self._lock:
+            if self._chunk is None or self._next + num_bytes > len(self._chunk):
+                self._chunk, self._next = _new_chunk(CHUNK_BYTES)
+            offset = self._next
+            self._next += -(-num_bytes // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
+            return self._chunk, offset
+
+
+_huge_pages = _HugePages()
+
+
+def _new_chunk(num_bytes: int) -> tuple[mmap.mmap, int]:
+    """New memory, and the offset of its first huge page. What isn't written to takes no memory."""
+    import torch
+
+    made = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # the kernel was built without them
+        made.madvise(mmap.MADV_HUGEPAGE)
+    return made, -torch.frombuffer(made, dtype=torch.uint8).data_ptr() % HUGE_PAGE_BYTES
+
+
+def into_huge_pages(tensor: "Tensor") -> "Tensor":
+    """A copy in huge pages, or the tensor itself where that would gain nothing: on other devices, not on Linux, small.
+
+    Measured (Zen 4, a virtual machine, one thread): 178 MB are read at 21 GB/s from pages of 4 KB, at 35 from these.
+    Where the system gives them to everybody (`transparent_hugepage/enabled` is "always"), nothing changes.
+    """
+    import torch
+
+    if tensor.nbytes < WORTH_MOVING_BYTES or not tensor.is_cpu or not tensor.is_contiguous():
+        return tensor
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return tensor
+    chunk, offset = _huge_pages.take(tensor.nbytes)
+    copy = torch.frombuffer(chunk, dtype=torch.uint8, count=tensor.nbytes, offset=offset)
+    return copy.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+
+
 def return_free_memory() -> None:
     """Give back freed memory of the heap, and memory of a GPU that torch keeps for its next tensors."""
-    import torch  # not at the top: commands without a model use this module, too
+    import torch
 
     trim_heap()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

@@ -212,7 +212,7 @@ def test_exact_weights_stay_exact(tmp_path: Path) -> None:
 
 
 def test_many_rows_are_left_to_torch(llama: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "most_inputs", lambda _: kernels.AT_A_TIME)
+    monkeypatch.setattr(kernels, "most_inputs", lambda _, in_strips: kernels.AT_A_TIME)
     sessions = Sessions(llama, rows=(9, 8))
     sessions.step((2, 2))
     with lines_counted() as rows:

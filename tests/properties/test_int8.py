@@ -34,7 +34,7 @@ def test_a_product_does_not_depend_on_other_rows(
         patch.setattr(kernels, "level", lambda: level)
         patch.setattr(kernels, "WORTH_A_THREAD", 1)
         patch.setattr(packed_weights, "torch_multiplies_int8_faster", lambda: False)
-        patch.setattr(kernels, "most_inputs", lambda dtype: MOST)
+        patch.setattr(kernels, "most_inputs", lambda dtype, *, in_strips=False: MOST)
         patch.setattr(torch, "get_num_threads", lambda: threads)
         together = packed.multiply(inputs)
         wanted = F.linear(inputs.double(), packed.codes.double() * packed.scale.double()[:, None])

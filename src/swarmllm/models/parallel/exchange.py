@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
-from swarmllm.models.quantization.decoded import FORMS, GgufBlocks
+from swarmllm.models.quantization.decoded import FORMS, STRIPS, GgufBlocks, GgufStrips
 from swarmllm.models.quantization.packed import Packed
 
 TIMEOUT_S = 30.0
@@ -233,14 +233,14 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, type):
             if issubclass(value, GgufBlocks):
-                return _form, (value.kind,)
+                return _form, (value.kind, issubclass(value, GgufStrips))
             if getattr(sys.modules[value.__module__], value.__name__, value) is not value:  # made by `skeleton.pruned`
                 return _itself, (getattr(sys.modules[value.__module__], value.__name__),)
         return NotImplemented
 
 
-def _form(kind: int) -> type[GgufBlocks]:
-    return FORMS[kind]
+def _form(kind: int, in_strips: bool) -> type[GgufBlocks]:
+    return STRIPS[kind] if in_strips else FORMS[kind]
 
 
 def _itself(value: Any) -> Any:

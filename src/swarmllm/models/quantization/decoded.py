@@ -17,6 +17,8 @@ makes them.
 own scales. A few inputs are multiplied by `gguf_blocks.h`, which has the kinds in `KERNELS`; torch dequantizes the
 other kinds, which are rare, and all on CUDA. But there, Q4_0 and Q8_0 become codes and scales: the same numbers in as
 many bytes. `models/published_formats/gguf` makes them.
+
+`GgufStrips`: the same bytes in the order in which `strips.c` multiplies them, on processors that have its instructions.
 """
 
 import functools
@@ -31,7 +33,7 @@ from transformers.integrations.gguf import dequant
 
 from swarmllm.models.quantization import cuda, kernels
 from swarmllm.models.quantization.kernels import kernels_take
-from swarmllm.models.quantization.packed import Packed, divided, row_slices
+from swarmllm.models.quantization.packed import InStrips, Packed, divided, row_slices
 from swarmllm.models.quantization.rules import GROUP, SCALE_DTYPE
 
 INT4 = tuple(float(value) for value in range(-8, 8))
@@ -408,6 +410,13 @@ class GgufBlocks(Decoded):
         return {"codes": self.codes}
 
     def for_device(self, device: torch.device) -> Packed:
+        if (
+            device.type == "cpu"
+            and self.kind in STRIPS
+            and self.shape[-2] % kernels.STRIP == 0
+            and kernels.has_strips()
+        ):
+            return STRIPS[self.kind](kernels.into_strips(self.codes, self.kind), self.dtype)
         if device.type != "cuda" or self.kind not in (Q4_0, Q8_0):
             return self
         size = KINDS[self.kind][2]
@@ -434,3 +443,24 @@ FORMS: dict[int, type[GgufBlocks]] = {
     for number, (name, *_) in KINDS.items()
 }
 """A class for each kind, so that only weights of one kind are joined."""
+
+
+class GgufStrips(InStrips, GgufBlocks):
+    """The same in strips."""
+
+    def _as_rows(self) -> GgufBlocks:
+        return FORMS[self.kind](kernels.into_strips(self.codes, self.kind, back=True), self.dtype)
+
+    def _rows(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
+        if self.device.type != "cpu":  # moved since
+            return self._as_rows()._rows(start, end, dtype)
+        return super()._rows(start, end, dtype)
+
+    def _matrix(self) -> kernels.Matrix:
+        return kernels.MatrixInStrips(self.codes, gguf=(self.kind, self.shape[1]))
+
+
+STRIPS: dict[int, type[GgufStrips]] = {
+    number: type(f"Strips{KINDS[number][0]}", (GgufStrips,), {"kind": number, "__module__": __name__})
+    for number in kernels.IN_STRIPS
+}

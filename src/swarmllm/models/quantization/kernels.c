@@ -15,6 +15,17 @@ void swarmllm_help_3(step *, int64_t);
 void swarmllm_help_4(step *, int64_t);
 #endif
 
+/* Whether strips.c is for this processor, if it is used at this LEVEL. */
+int64_t swarmllm_has_strips(int64_t level) {
+#ifdef WIDER
+    __builtin_cpu_init();
+    return level >= 4 && __builtin_cpu_supports("avx512vnni");
+#else
+    (void)level;
+    return 0;
+#endif
+}
+
 /* By which kernels.py sees whether it was written for what has been compiled. */
 int64_t swarmllm_weight_bytes(void) {
     return sizeof(weight);
@@ -51,7 +62,7 @@ void swarmllm_multiply(int64_t level, const weight *w, int64_t start, int64_t en
     swarmllm_multiply_1(w, start, end, inputs, num_inputs, outputs, stride);
 }
 
-void swarmllm_dequantize(int64_t level, const weight *w, int64_t start, int64_t end, float *out) {
+static void dequantize_rows(int64_t level, const weight *w, int64_t start, int64_t end, float *out) {
 #ifdef WIDER
     if (level >= 3) {
         (level == 3 ? swarmllm_dequantize_3 : swarmllm_dequantize_4)(w, start, end, out);
@@ -59,6 +70,20 @@ void swarmllm_dequantize(int64_t level, const weight *w, int64_t start, int64_t 
     }
 #endif
     swarmllm_dequantize_1(w, start, end, out);
+}
+
+/* Rows [start, end); of a weight in strips, whole strips. `room` is for the bytes of a strip. */
+void swarmllm_dequantize(int64_t level, const weight *w, int64_t start, int64_t end, float *out, uint8_t *room) {
+    if (!w->in_strips) {
+        dequantize_rows(level, w, start, end, out);
+        return;
+    }
+    weight strip = *w;
+    strip.codes = room;
+    for (int64_t row = start; row < end; row += SIDE, out += SIDE * w->columns) {
+        swarmllm_arrange(w->codes_kind, 1, w->codes + row * row_bytes(w), 1, row_bytes(w), room);
+        dequantize_rows(level, &strip, 0, SIDE, out);
+    }
 }
 
 void swarmllm_step(int64_t level, step *s) {

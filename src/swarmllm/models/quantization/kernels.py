@@ -39,6 +39,10 @@ WORTH_A_THREAD = 1 << 20
 """Codes of a matrix. Assumed: below, giving half of them to another thread costs as much as it saves."""
 WORTH_ROUNDING = 1 << 16
 """Weights. Assumed: rounding them takes some hundred times as long as multiplying them."""
+STRIP = 16
+"""Rows that are side by side in a strip."""
+IN_STRIPS = frozenset({2, 3, 6, 7, 8, 12, 13, 14})
+"""Kinds of GGUF's blocks that `strips.c` knows: Q4_0 to Q8_0, Q4_K to Q6_K."""
 _ROUNDED_KINDS = frozenset({8, 12, 13, 14})
 _PAIRS, _PLANES = 0, 3
 _CODES = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.uint8: 4}
@@ -65,6 +69,7 @@ class _Weight(ctypes.Structure):
         ("group_bytes", ctypes.c_int32),
         ("zero_kind", ctypes.c_int32),
         ("rounds_inputs", ctypes.c_int32),
+        ("in_strips", ctypes.c_int32),
         ("codes", ctypes.c_void_p),
         ("scale", ctypes.c_void_p),
         ("zero", ctypes.c_void_p),
@@ -83,7 +88,7 @@ def library() -> Any:
     except OSError as error:
         logger.warning("weights of few bits multiply slowly here, since swarmllm was installed without gcc (%s)", error)
         return None
-    is_complete = hasattr(found, "swarmllm_round")
+    is_complete = hasattr(found, "swarmllm_has_strips")
     if not is_complete or getattr(found, "swarmllm_weight_bytes", int)() != ctypes.sizeof(_Weight):
         logger.warning(
             "weights of few bits multiply slowly, since %s is of another version: install swarmllm anew", path
@@ -94,7 +99,7 @@ def library() -> Any:
         ctypes.c_void_p, ctypes.c_int64,
     )  # fmt: skip
     found.swarmllm_dequantize.argtypes = (
-        ctypes.c_int64, ctypes.POINTER(_Weight), ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p
+        ctypes.c_int64, ctypes.POINTER(_Weight), ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p
     )  # fmt: skip
     found.swarmllm_round_inputs.argtypes = (
         ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p
@@ -103,6 +108,17 @@ def library() -> Any:
         ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p
     )  # fmt: skip
     found.swarmllm_multiply_rounded.argtypes = found.swarmllm_multiply.argtypes
+    found.swarmllm_multiply_strips.argtypes = found.swarmllm_multiply.argtypes[1:]
+    found.swarmllm_prepare_inputs.argtypes = (
+        ctypes.POINTER(_Weight), ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p
+    )  # fmt: skip
+    found.swarmllm_arrange.argtypes = (
+        ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p
+    )  # fmt: skip
+    found.swarmllm_has_strips.argtypes = (ctypes.c_int64,)
+    found.swarmllm_has_strips.restype = ctypes.c_int64
+    found.swarmllm_multiply_strips.restype = found.swarmllm_prepare_inputs.restype = None
+    found.swarmllm_arrange.restype = None
     found.swarmllm_rounded_bytes.argtypes = found.swarmllm_int8_version.argtypes = (ctypes.c_int64,)
     found.swarmllm_rounded_bytes.restype = found.swarmllm_int8_version.restype = ctypes.c_int64
     found.swarmllm_round.restype = None
@@ -127,6 +143,30 @@ def int8_version() -> int:
 def rounded_bytes(columns: int) -> int:
     """Bytes of a rounded input."""
     return int(library().swarmllm_rounded_bytes(columns))
+
+
+def has_strips() -> bool:
+    """True if this processor multiplies weights in strips (`strips.c`)."""
+    return library() is not None and bool(library().swarmllm_has_strips(level()))
+
+
+def into_strips(codes: Tensor, gguf_kind: int | None = None, *, back: bool = False) -> Tensor:
+    """Rows `[…, rows, bytes of a row]` of int8 codes, or of GGUF's blocks of a kind, in strips, or back.
+
+    `rows` must be a multiple of `STRIP`, and rows of int8 one of `ROUNDED`. The result has as many bytes.
+    """
+    kind = _CODES[torch.int8] if gguf_kind is None else _GGUF + gguf_kind
+    rows, row_bytes = codes.cpu().contiguous(), codes.shape[-1]
+    made, strip_bytes = torch.empty_like(rows), STRIP * row_bytes
+
+    def part(start: int, end: int) -> None:
+        offset = start * strip_bytes
+        library().swarmllm_arrange(
+            kind, back, rows.data_ptr() + offset, end - start, row_bytes, made.data_ptr() + offset
+        )
+
+    in_parts(part, rows.numel() // strip_bytes, rows.numel() // WORTH_A_THREAD)
+    return made.to(codes.device)
 
 
 def multiplies_bytes() -> bool:
@@ -158,6 +198,8 @@ def products_recorded(record: "Callable[[Matrix, Tensor, Tensor], None]") -> Ite
 
 class Matrix:
     """One packed matrix, as the kernels want it."""
+
+    _rows_together = 1
 
     def __init__(
         self,
@@ -201,6 +243,7 @@ class Matrix:
             codes.shape[1] // groups,
             0 if zero is None else _NUMBERS[zero.dtype],
             0,
+            False,
             *(None if one is None else one.data_ptr() for one in self._tensors),
         )
 
@@ -255,21 +298,68 @@ class Matrix:
     def dequantize(self, start: int, end: int) -> Tensor:
         """Rows in float32."""
         rows = torch.empty(end - start, self.columns)
-        library().swarmllm_dequantize(level(), self._weight, start, end, rows.data_ptr())
+        library().swarmllm_dequantize(level(), self._weight, start, end, rows.data_ptr(), None)
         return rows
 
     def _in_parts(self, part: Callable[[int, int], None]) -> None:
-        in_parts(part, self.rows, self.rows * self.columns // WORTH_A_THREAD)
+        in_parts(part, self.rows, self.rows * self.columns // WORTH_A_THREAD, self._rows_together)
 
 
-def in_parts(part: Callable[[int, int], None], num_rows: int, most: int) -> None:
+class MatrixInStrips(Matrix):
+    """The same of codes that `into_strips` has made."""
+
+    _rows_together = STRIP
+
+    def __init__(self, codes: Tensor, scale: Tensor | None = None, *, gguf: tuple[int, int] | None = None) -> None:
+        super().__init__(codes, scale, gguf=gguf)
+        self._weight.in_strips = True
+        self._row_bytes = codes.shape[1]
+
+    def multiply(self, inputs: Tensor) -> Tensor:
+        return self._multiply(inputs, rounded=False)
+
+    def multiply_rounded(self, inputs: Tensor) -> Tensor:
+        return self._multiply(inputs, rounded=True)
+
+    def _multiply(self, inputs: Tensor, *, rounded: bool) -> Tensor:
+        self._weight.rounds_inputs = rounded
+        inputs, num_inputs = inputs.contiguous(), inputs.shape[0]
+        outputs, prepared = inputs.new_empty(num_inputs, self.rows), torch.empty_like(inputs)
+        library().swarmllm_prepare_inputs(self._weight, inputs.data_ptr(), num_inputs, prepared.data_ptr())
+
+        def part(start: int, end: int) -> None:
+            library().swarmllm_multiply_strips(
+                self._weight, start, end, prepared.data_ptr(), num_inputs, outputs.data_ptr(), self.rows
+            )
+
+        self._in_parts(part)
+        if _recording.record is not None:
+            _recording.record(self, inputs, outputs)
+        return outputs
+
+    @property
+    def is_faster_rounded(self) -> bool:
+        return self.takes_rounded
+
+    @property
+    def floats_of_input(self) -> int:
+        return self.columns  # a group of 32 takes 128 bytes
+
+    def dequantize(self, start: int, end: int) -> Tensor:
+        first, last = start // STRIP * STRIP, -(-end // STRIP) * STRIP
+        rows, room = torch.empty(last - first, self.columns), torch.empty(STRIP * self._row_bytes, dtype=torch.uint8)
+        library().swarmllm_dequantize(level(), self._weight, first, last, rows.data_ptr(), room.data_ptr())
+        return rows[start - first : end - first]
+
+
+def in_parts(part: Callable[[int, int], None], num_rows: int, most: int, unit: int = 1) -> None:
     """Call `part(start, end)` for all rows, over as many threads as torch takes, and at most so many; ctypes lets go of
-    Python's lock meanwhile."""
+    Python's lock meanwhile. `unit`: rows that stay together."""
     num_parts = min(torch.get_num_threads(), most)
     if num_parts < 2:
         part(0, num_rows)
         return
-    cuts = [num_rows * index // num_parts for index in range(num_parts + 1)]
+    cuts = [num_rows // unit * index // num_parts * unit for index in range(num_parts)] + [num_rows]
     others = [threads().submit(part, *cut) for cut in itertools.pairwise(cuts[1:])]
     part(*cuts[:2])
     for other in others:
@@ -315,15 +405,15 @@ def float32_speedup() -> float:
     return _by_torch_s(codes, torch.bfloat16, 64) / _by_torch_s(codes, torch.float32, 64)
 
 
-def kernels_take(inputs: Tensor) -> bool:
+def kernels_take(inputs: Tensor, *, in_strips: bool = False) -> bool:
     """True if inputs `[tokens, in]` go through our kernels: they are there, and faster."""
     if inputs.dtype == torch.float64 or library() is None:
         return False
-    return inputs.shape[0] <= AT_A_TIME or inputs.shape[0] <= most_inputs(inputs.dtype)
+    return inputs.shape[0] <= AT_A_TIME or inputs.shape[0] <= most_inputs(inputs.dtype, in_strips=in_strips)
 
 
 @functools.cache
-def most_inputs(dtype: torch.dtype) -> int:
+def most_inputs(dtype: torch.dtype, *, in_strips: bool = False) -> int:
     """The number of inputs of this dtype up to which our kernels are faster than torch with rows decoded for it.
 
     The kernels' time grows with the inputs, torch's begins with the decoding. Measured (5632×2048, int8, one thread,
@@ -331,7 +421,8 @@ def most_inputs(dtype: torch.dtype) -> int:
     always in float32, where 128 take 17 ms against 34; with AVX2 for up to 128, which take 30 against 32.
     """
     codes, wide = torch.zeros(1024, 2048, dtype=torch.int8), computing_dtype(dtype, torch.device("cpu"))
-    matrix = Matrix(codes, torch.ones(1024, 1))
+    blocks = torch.zeros(1024, 2048 // 32 * 34, dtype=torch.uint8)
+    matrix = MatrixInStrips(blocks, gguf=(8, 2048)) if in_strips else Matrix(codes, torch.ones(1024, 1))
     inputs = torch.zeros(AT_A_TIME, 2048, dtype=dtype)
     few_s, many_s = _by_torch_s(codes, wide, AT_A_TIME), _by_torch_s(codes, wide, MANY)
     each_s = (many_s - few_s) / (MANY - AT_A_TIME)

@@ -20,7 +20,14 @@ from torch import Tensor
 
 from swarmllm.machine_memory import reused_heap
 from swarmllm.models.quantization import cuda, kernels
-from swarmllm.models.quantization.kernels import computing_dtype, kernels_take, torch_multiplies_int8_faster
+from swarmllm.models.quantization.kernels import (
+    ROUNDED,
+    STRIP,
+    computing_dtype,
+    into_strips,
+    kernels_take,
+    torch_multiplies_int8_faster,
+)
 
 SLICE_BYTES = 4 << 20
 """Dequantized rows at a time. Measured (5632×2048 float32, 1 token): 1.5 ms, against 1.7 with 2 MB and 23 with all."""
@@ -74,16 +81,16 @@ class Packed:
 
     def __getitem__(self, index: int) -> Self:
         """One expert."""
-        return self._each(lambda tensor: tensor[index])
+        return self.mapped(lambda tensor: tensor[index])
 
     def split(self, rows: int) -> Self:
         """A matrix as matrices of this many rows each: `[parts, rows, in]`."""
-        return self._each(lambda tensor: tensor.view(-1, rows, *tensor.shape[1:]))
+        return self.mapped(lambda tensor: tensor.view(-1, rows, *tensor.shape[1:]))
 
     def rows(self, start: int, end: int) -> Self:
         """Rows `[start, end)` of each matrix, in the same memory."""
         axis = len(self.shape) - 2
-        return self._each(lambda tensor: tensor.narrow(axis, start, end - start))
+        return self.mapped(lambda tensor: tensor.narrow(axis, start, end - start))
 
     def columns(self, start: int, end: int) -> Self:
         """Columns `[start, end)` of each matrix, in the same memory where a format allows it.
@@ -103,14 +110,15 @@ class Packed:
 
         if start % self._columns_together or end % self._columns_together:
             raise ValueError(f"columns {start} to {end} aren't whole groups of {self._columns_together}")
-        return self._each(cut)
+        return self.mapped(cut)
 
     @property
     def _columns_together(self) -> int:
         """Columns whose codes share bytes."""
         return 1
 
-    def _each(self, do: Callable[[Tensor], Tensor]) -> Self:
+    def mapped(self, do: Callable[[Tensor], Tensor]) -> Self:
+        """The same form of what `do` makes of each of its tensors."""
         return type(self)(**{name: do(tensor) for name, tensor in self.tensors().items()}, dtype=self.dtype)
 
     def for_device(self, device: torch.device) -> "Packed":
@@ -282,6 +290,12 @@ class Int8(Packed):
             flat_codes[start:end] = rows.div_(steps.float()[:, None]).round_().clamp_(-127, 127)
         return cls(codes, scale, weight.dtype)
 
+    def for_device(self, device: torch.device) -> Packed:
+        rows, columns = self.shape[-2:]
+        if device.type != "cpu" or rows % STRIP or columns % ROUNDED or not kernels.has_strips():
+            return self
+        return Int8Strips(into_strips(self.codes), self.scale, self.dtype)
+
     def _rows(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
         return self.codes[start:end].to(dtype)
 
@@ -307,6 +321,52 @@ class Int8(Packed):
 
     def cuda_matrix(self) -> cuda.Matrix:
         return cuda.Matrix(codes=self.codes, scale=self.scale[:, None])
+
+
+class InStrips(Packed):
+    """A form whose codes are in strips (`strips.c`): those of 16 rows side by side, as some processors multiply best.
+
+    It comes before the form of rows among the bases of a class. Only whole strips can be taken without a copy.
+    """
+
+    @abstractmethod
+    def _as_rows(self) -> Packed:
+        """The same weights, row by row."""
+
+    def for_device(self, device: torch.device) -> Packed:
+        return self if device.type == "cpu" else self._as_rows().for_device(device)
+
+    def split(self, rows: int) -> Any:
+        return self._as_rows().split(rows) if rows % STRIP else super().split(rows)
+
+    def rows(self, start: int, end: int) -> Any:
+        return self._as_rows().rows(start, end) if start % STRIP or end % STRIP else super().rows(start, end)
+
+    def columns(self, start: int, end: int) -> Any:
+        return self._as_rows().columns(start, end).for_device(self.device)
+
+    def _kernel_takes(self, inputs: Tensor) -> bool:
+        return kernels_take(inputs, in_strips=True)
+
+
+class Int8Strips(InStrips, Int8):
+    """`Int8` in strips."""
+
+    def _as_rows(self) -> Int8:
+        return Int8(into_strips(self.codes, back=True), self.scale, self.dtype)
+
+    def _rows(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
+        first, last = start // STRIP * STRIP, -(-end // STRIP) * STRIP
+        return into_strips(self.codes[first:last], back=True)[start - first : end - first].to(dtype)
+
+    def _by_torch(self, inputs: Tensor) -> bool:
+        return False
+
+    def _matrix(self) -> kernels.Matrix:
+        return kernels.MatrixInStrips(self.codes, self.scale[:, None])
+
+    def cuda_matrix(self) -> None:  # type: ignore[override]
+        return None  # made for a CPU; the model was moved since
 
 
 def row_slices(weight: Tensor) -> Iterator[tuple[int, int, Tensor]]:
@@ -342,6 +402,9 @@ class LlmInt8(Int8):
     """Codes and scales of `Int8`; each input has a scale of its own, as each row of the weight has."""
 
     changes_inputs = True
+
+    def for_device(self, device: torch.device) -> Packed:
+        return self
 
     def can_round_inputs(self, *, faster: bool = False) -> bool:
         """No: it rounds them in its own way."""

@@ -200,7 +200,9 @@ INLINE void gather_inputs(const instruction *is, const step *s) {
     const float *inputs = s->arena + is->one.offset;
     int64_t columns = is->matrix->columns;
     for (int64_t row = 0; row < s->num_rows; row++, inputs += s->arena_floats)
-        if (is->matrix->rounds_inputs)
+        if (is->matrix->in_strips)
+            swarmllm_prepare_inputs(is->matrix, inputs, 1, s->inputs + row * columns);
+        else if (is->matrix->rounds_inputs)
             swarmllm_round_inputs(swarmllm_int8_version(LEVEL), inputs, 1, columns,
                                   (char *)s->inputs + row * swarmllm_rounded_bytes(columns));
         else if (s->num_rows > 1)
@@ -210,7 +212,9 @@ INLINE void gather_inputs(const instruction *is, const step *s) {
 /* The rows [start, end) of a matrix by all inputs. */
 INLINE void multiply_part(const instruction *is, const step *s, int64_t start, int64_t end) {
     float *outputs = s->arena + is->out.offset;
-    if (is->matrix->rounds_inputs) {
+    if (is->matrix->in_strips) {
+        swarmllm_multiply_strips(is->matrix, start, end, s->inputs, s->num_rows, outputs, s->arena_floats);
+    } else if (is->matrix->rounds_inputs) {
         swarmllm_multiply_rounded(swarmllm_int8_version(LEVEL), is->matrix, start, end, s->inputs, s->num_rows, outputs,
                                   s->arena_floats);
     } else {

@@ -13,6 +13,7 @@ typedef struct {
     int32_t group_bytes;         /* of the codes of a group of PLANES */
     int32_t zero_kind;
     int32_t rounds_inputs;       /* whether steps (step.h) multiply by inputs of 8 bits */
+    int32_t in_strips;           /* whether the codes are in the order of strips.c */
     const uint8_t *codes;        /* [rows, bytes of a row] */
     const void *scale;           /* [rows, groups]; GGUF's are among the codes */
     const void *zero;            /* [rows, groups] or NULL */
@@ -60,3 +61,10 @@ int64_t swarmllm_rounded_bytes(int64_t columns);
 void swarmllm_round_inputs(int64_t version, const float *inputs, int64_t num, int64_t columns, void *rounded);
 void swarmllm_multiply_rounded(int64_t version, const weight *w, int64_t start, int64_t end, const void *rounded,
                                int64_t num_inputs, float *outputs, int64_t stride);
+
+/* Weights in strips, of strips.c. */
+#define SIDE 16 /* rows of a strip */
+void swarmllm_arrange(int64_t kind, int64_t back, const uint8_t *from, int64_t strips, int64_t row_bytes, uint8_t *to);
+void swarmllm_prepare_inputs(const weight *w, const float *inputs, int64_t num, void *made);
+void swarmllm_multiply_strips(const weight *w, int64_t start, int64_t end, const void *inputs, int64_t num, float *outputs,
+                              int64_t stride);

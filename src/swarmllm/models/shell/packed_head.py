@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from swarmllm.errors import ConfigurationError
+from swarmllm.machine_memory import into_huge_pages
 from swarmllm.models.checkpoint.checkpoint import Checkpoint
 from swarmllm.models.published_formats.gguf import GgufWeight
 from swarmllm.models.published_formats.stored_format import PackedTensor
@@ -46,7 +47,7 @@ class PackedHead(nn.Linear):
     def hold(self, packed: Packed) -> None:
         """Multiply by this copy of the weight from now on."""
         # In __dict__, so that it is neither saved nor moved. Replaced as a whole: other threads may run the head.
-        self.__dict__["copy"] = _Copy(self.weight, packed)
+        self.__dict__["copy"] = _Copy(self.weight, packed.mapped(into_huge_pages))
 
 
 class RoundedHead(PackedHead):
@@ -106,5 +107,5 @@ def keep_head_as_stored(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
         packed = stored.packed if isinstance(stored, PackedTensor) and not stored.transposed else None
         if isinstance(packed, GgufBlocks) and packed.kind in KERNELS and packed.shape == head.weight.shape:
             head.__class__ = PackedHead
-            cast(PackedHead, head).hold(packed)
+            cast(PackedHead, head).hold(packed.for_device(head.weight.device))
             return

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from swarmllm.data_structures import Span
 from swarmllm.errors import ConfigurationError, UnsupportedModelError
-from swarmllm.machine_memory import return_free_memory, separate_weights
+from swarmllm.machine_memory import into_huge_pages, return_free_memory, separate_weights
 from swarmllm.models.architecture import blocks_class, find_blocks, stack_of
 from swarmllm.models.block_slots import BlockSlots
 from swarmllm.models.checkpoint.checkpoint import Checkpoint
@@ -97,6 +97,7 @@ def load_block_span(
                 model = _joined((_shared(part, idx, pairs, group) for idx, part in zip(span, parts, strict=True)), span)
             else:
                 model = read(span, unused, digests, progress=progress)
+                _into_huge_pages(model)
             blocks = BlockSpan(model, span, digests.of(span), offloaded, group)
         _probed(blocks, known)  # not within separate_weights: products decode in pieces
         if activations != "none":  # after the probes, which look for smaller differences
@@ -133,6 +134,15 @@ def _reader(
         return model
 
     return read
+
+
+def _into_huge_pages(model: PreTrainedModel) -> None:
+    """Give the weights memory that is read faster, one after the other. Until then they may be parts of a file."""
+    for module in find_blocks(model).blocks.modules():
+        for weight in module.parameters(recurse=False):
+            weight.data = into_huge_pages(weight.data)
+        for name, tensor in module.named_buffers(recurse=False):
+            module._buffers[name] = into_huge_pages(tensor)
 
 
 def _probed(blocks: BlockSpan, known: ProbeResults | None) -> None:

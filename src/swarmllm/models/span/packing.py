@@ -455,9 +455,7 @@ class Packer:
         """The calls of few new positions that can run traced; none if they have so many rows that torch is faster."""
         found = [idx for idx, call in enumerate(calls) if self._is_traceable(call)]
         num_rows = sum(calls[idx].inputs.batch_size * calls[idx].inputs.seq_len for idx in found)
-        if num_rows > kernels.AT_A_TIME and num_rows > kernels.most_inputs(self.blocks.dtype):
-            return []
-        return found
+        return found if num_rows <= kernels.AT_A_TIME or num_rows <= self.forward.traced.most_rows else []
 
     def _is_traceable(self, call: SessionCall) -> bool:
         inputs, cache = call.inputs, call.cache

@@ -17,6 +17,7 @@ computes it yet, add one in the same place of `step.Kind` and `step_line.h`, and
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from swarmllm.data_structures import Span
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.quantization import QuantizedWeight, kernels
+from swarmllm.models.quantization.packed import InStrips
 from swarmllm.models.quantization.step import (
     DIMS,
     DTYPES,
@@ -387,6 +389,14 @@ class TracedSteps:
     def __init__(self, paged: PagedAttention) -> None:
         self._paged = paged
         self._lines: dict[tuple[Span, torch.dtype], Line] = {}
+
+    @cached_property
+    def most_rows(self) -> int:
+        """Rows up to which lines are faster than torch with decoded weights."""
+        blocks = self._paged.blocks
+        weights = (one for one in blocks.slots.modules() if isinstance(one, QuantizedWeight))
+        forms = {isinstance(one.packed, InStrips) for one in weights}
+        return min((kernels.most_inputs(blocks.dtype, in_strips=one) for one in forms), default=0)
 
     def line(self, span: Span, dtype: torch.dtype) -> Line:
         """A line that can run the blocks of `span`, for hidden states of this dtype.

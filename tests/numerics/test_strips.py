@@ -1,0 +1,157 @@
+"""Weights in strips (`strips.c`) beside the same ones row by row."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from swarmllm.models.quantization import kernels
+from swarmllm.models.quantization.block_search import quantize
+from swarmllm.models.quantization.decoded import FORMS, KINDS
+from swarmllm.models.quantization.packed import InStrips, Int8, LlmInt8, Packed
+
+CPU = torch.device("cpu")
+ROUNDED_HERE = {8, 12, 13, 14}
+"""Kinds that are rounded here; of the others, any bytes with sane scales will do."""
+INT8 = None
+KINDS_IN_STRIPS = [INT8, *sorted(kernels.IN_STRIPS)]
+
+only_with_strips = pytest.mark.skipif(not kernels.has_strips(), reason="this processor doesn't multiply strips")
+
+
+def row_by_row(kind: int | None, rows: int, columns: int, generator: torch.Generator, dtype: torch.dtype) -> Packed:
+    """Random weights whose rows are of different sizes."""
+    if kind is INT8:
+        return Int8.quantize(torch.randn(rows, columns, generator=generator).to(dtype))
+    _, weights, size = KINDS[kind]
+    if kind in ROUNDED_HERE:
+        return FORMS[kind](quantize(torch.randn(rows, columns, generator=generator), kind), dtype)
+    codes = torch.randint(0, 256, (rows, columns // weights, size), generator=generator, dtype=torch.uint8)
+    scales = torch.randn(rows, columns // weights, 2, generator=generator).half()
+    num_scales = 2 if KINDS[kind][0].endswith("1") else 1
+    codes[..., : 2 * num_scales] = scales[..., :num_scales].contiguous().view(torch.uint8)
+    return FORMS[kind](codes.flatten(1), dtype)
+
+
+def block(kind: int | None) -> int:
+    return kernels.ROUNDED if kind is INT8 else KINDS[kind][1]
+
+
+def most_error(inputs: Tensor, weight: Tensor) -> Tensor:
+    """What rounding explains: of each group of inputs, half a step of the largest one; and of floats that are added."""
+    groups = inputs.abs().unflatten(-1, (-1, 32)).amax(-1)
+    sizes = weight.abs().unflatten(-1, (-1, 32)).sum(-1)
+    return groups @ sizes.T * 2.0**-22
+
+
+@only_with_strips
+@settings(max_examples=150, deadline=None)
+@given(
+    kind=st.sampled_from(KINDS_IN_STRIPS),
+    strips=st.integers(1, 5),
+    blocks=st.integers(1, 4),
+    num_inputs=st.integers(1, 37),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    size=st.sampled_from([1e-30, 1e-3, 1.0, 1e4, 1e30]),
+    spread=st.floats(0, 4),
+    seed=st.integers(0, 1 << 30),
+)
+def test_they_are_the_same_weights_and_products(
+    kind: int | None,
+    strips: int,
+    blocks: int,
+    num_inputs: int,
+    dtype: torch.dtype,
+    size: float,
+    spread: float,
+    seed: int,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    columns = blocks * block(kind)
+    rows = row_by_row(kind, strips * kernels.STRIP, columns, generator, torch.float32)
+    found = rows.for_device(CPU)
+    assert isinstance(found, InStrips)
+    assert sum(one.nbytes for one in found.tensors().values()) == sum(one.nbytes for one in rows.tensors().values())
+    assert torch.equal(found._as_rows().codes, rows.codes)
+    assert torch.equal(found.dequantize(), rows.dequantize())
+    unlike = torch.randn(num_inputs, columns, generator=generator).mul(spread).exp()
+    inputs = torch.randn(num_inputs, columns, generator=generator).mul(unlike).mul(size).to(dtype).float()
+    weight = rows.dequantize().double()
+    products = found._matrix().multiply(inputs)
+    assert ((products - inputs.double() @ weight.T).abs() <= most_error(inputs.double(), weight)).all()
+    rounded = found._matrix().multiply_rounded(inputs)
+    of_rows = rows._matrix().multiply_rounded(inputs)
+    assert ((rounded - of_rows).abs() <= most_error(inputs.double(), weight)).all()
+    for alone in (0, num_inputs - 1):
+        one = inputs[alone : alone + 1]
+        assert torch.equal(found._matrix().multiply(one), products[alone : alone + 1])
+        assert torch.equal(found._matrix().multiply_rounded(one), rounded[alone : alone + 1])
+
+
+@only_with_strips
+@pytest.mark.parametrize("kind", KINDS_IN_STRIPS, ids=str)
+def test_numbers_that_are_none_and_zeros_stay_with_their_input(kind: int | None) -> None:
+    generator = torch.Generator().manual_seed(1)
+    matrix = row_by_row(kind, 32, 512, generator, torch.float32).for_device(CPU)
+    inputs = torch.randn(9, 512, generator=generator)
+    expected = matrix.multiply(inputs)
+    for idx, (value, is_number) in enumerate([(float("nan"), False), (float("inf"), False), (-0.0, True)]):
+        inputs[2 * idx, 77 if not is_number else slice(None)] = value
+    found = matrix.multiply(inputs)
+    assert found[[0, 2]].isnan().all()
+    assert (found[4] == 0).all()
+    assert torch.equal(found[[1, 3, 5, 6, 7, 8]], expected[[1, 3, 5, 6, 7, 8]])
+
+
+@only_with_strips
+def test_short_floats_near_the_largest_are_exact() -> None:
+    """Whole numbers in bfloat16, times codes with a scale of 1: no sum is rounded."""
+    generator = torch.Generator().manual_seed(2)
+    codes = torch.randint(-127, 128, (16, 64), generator=generator, dtype=torch.int8)
+    matrix = Int8(codes, torch.ones(16), torch.float32).for_device(CPU)
+    inputs = (torch.randint(-255, 256, (5, 64), generator=generator) * 2 ** torch.arange(64).remainder(8)).float()
+    assert torch.equal(matrix.multiply(inputs).double(), inputs.double() @ codes.double().T)
+
+
+@only_with_strips
+@pytest.mark.parametrize("kind", KINDS_IN_STRIPS, ids=str)
+def test_parts(kind: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole strips stay strips; other rows, and columns, are those of the same weights."""
+    generator = torch.Generator().manual_seed(3)
+    rows = row_by_row(kind, 96, 4 * block(kind), generator, torch.bfloat16)
+    strips = rows.for_device(CPU)
+    for start, end, is_whole in ((16, 48, True), (0, 96, True), (5, 48, False), (16, 17, False)):
+        assert isinstance(strips.rows(start, end), InStrips) == is_whole
+        assert torch.equal(strips.rows(start, end).dequantize(), rows.rows(start, end).dequantize())
+        assert torch.equal(strips._rows(start, end, torch.float32), rows._rows(start, end, torch.float32))
+    for each in (48, 32, 24):
+        assert torch.equal(strips.split(each).dequantize(), rows.split(each).dequantize())
+        assert torch.equal(strips.split(each)[1].dequantize(), rows.split(each)[1].dequantize())
+    cut = strips.columns(block(kind), 3 * block(kind))
+    assert torch.equal(cut.dequantize(), rows.columns(block(kind), 3 * block(kind)).dequantize())
+    inputs = torch.randn(7, rows.shape[1], generator=generator).bfloat16()
+    expected = strips.linear(inputs)
+    monkeypatch.setattr(kernels, "WORTH_A_THREAD", 1)
+    for threads in (2, 3, 5):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert torch.equal(strips.linear(inputs), expected)
+
+
+@only_with_strips
+def test_what_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(4)
+    for rows, columns in ((24, 64), (32, 48)):
+        matrix = Int8.quantize(torch.randn(rows, columns, generator=generator))
+        assert matrix.for_device(CPU) is matrix
+    weight = torch.randn(32, 64, generator=generator)
+    assert type(LlmInt8.quantize(weight).for_device(CPU)) is LlmInt8
+    strips = Int8.quantize(weight).for_device(CPU)
+    assert strips.for_device(CPU) is strips
+    monkeypatch.setattr(kernels, "level", lambda: 3)
+    assert type(Int8.quantize(weight).for_device(CPU)) is Int8
+
+
+def test_strips_are_only_made_where_they_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "library", lambda: None)
+    assert type(Int8.quantize(torch.ones(32, 64)).for_device(CPU)) is Int8
