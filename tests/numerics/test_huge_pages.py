@@ -1,48 +1,81 @@
 """Weights in huge pages: the same numbers, in memory that is given back."""
 
 import gc
-import mmap
 from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import save_tiny
 from torch import Tensor
 
 from swarmllm import machine_memory
+from swarmllm.data_structures import Span
 from swarmllm.machine_memory import CHUNK_BYTES, HUGE_PAGE_BYTES, into_huge_pages
+from swarmllm.models.checkpoint.checkpoint import open_checkpoint
+from swarmllm.models.quantization import FULL_PRECISION, Quantization
+from swarmllm.models.span import loading
+from swarmllm.models.span.loading import load_block_span
+
+only_with_huge_pages = pytest.mark.skipif(not machine_memory._has_huge_pages(), reason="the system has none")
 
 
-def mapped(tensor: Tensor) -> str:
-    """The line of the process's memory map that has the tensor's first byte."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        start, end = (int(one, 16) for one in line.split()[0].split("-"))
-        if start <= tensor.data_ptr() < end:
-            return line
-    return ""
+def is_mapped(address: int) -> bool:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    areas = ([int(one, 16) for one in line.split()[0].split("-")] for line in lines)
+    return any(start <= address < end for start, end in areas)
 
 
-@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="Linux only")
-def test_huge_pages_hold_the_same_numbers_and_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_memory, "_huge_pages", machine_memory._HugePages())
+@only_with_huge_pages
+def test_they_hold_the_same_numbers_and_are_given_back() -> None:
     large = torch.randn(3 * HUGE_PAGE_BYTES // 4 + 16)
     many = [
         torch.randn(1 << idx, 1 << 6).to(dtype) for idx in range(9, 14) for dtype in (torch.float32, torch.bfloat16)
     ]
-    copies = [into_huge_pages(one) for one in (large, *many)]
-    for one, copy in zip((large, *many), copies, strict=True):
+    huge = torch.arange(CHUNK_BYTES // 4 + 1)
+    copies = [into_huge_pages(one) for one in (large, *many, huge)]
+    for one, copy in zip((large, *many, huge), copies, strict=True):
         assert torch.equal(one, copy)
         assert copy.dtype == one.dtype
         assert copy.untyped_storage().nbytes() == one.nbytes  # or copies and files of it would take the whole chunk
         assert copy.data_ptr() % 64 == 0
-    addresses = {mapped(copy) for copy in copies}
-    assert len(addresses) == 1  # they share a chunk
-    huge = into_huge_pages(torch.zeros(CHUNK_BYTES // 4 + 1))
-    assert huge.data_ptr() % HUGE_PAGE_BYTES == 0
-    huge_pages = machine_memory._huge_pages
-    monkeypatch.undo()
-    del huge_pages, copies, copy
+    assert copies[-1].data_ptr() % HUGE_PAGE_BYTES == 0
+    addresses = sorted(copy.data_ptr() for copy in copies[:-1])
+    assert addresses[-1] - addresses[0] < 2 * CHUNK_BYTES  # they are side by side
+    addresses.append(copies[-1].data_ptr())
+    assert all(map(is_mapped, addresses))
+    del copies, copy
     gc.collect()
-    assert not addresses & set(Path("/proc/self/maps").read_text().splitlines())
+    assert not any(map(is_mapped, addresses))
+
+
+@only_with_huge_pages
+def test_blocks_have_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_memory, "WORTH_MOVING_BYTES", 1)
+    moved: list[Tensor] = []
+
+    def recorded(tensor: Tensor) -> Tensor:
+        copy = into_huge_pages(tensor)
+        moved.append(copy)
+        return copy
+
+    monkeypatch.setattr(loading, "into_huge_pages", recorded)
+    save_tiny("llama", tmp_path)
+    for quantization in (FULL_PRECISION, Quantization("int8")):
+        moved.clear()
+        blocks = load_block_span(open_checkpoint(str(tmp_path)), Span(0, 2), quantization=quantization, progress=False)
+        tensors = [one for module in blocks.slots.modules() for one in loading._own_tensors(module).values()]
+        assert tensors
+        assert {one.data_ptr() for one in tensors} == {one.data_ptr() for one in moved}
+
+
+def test_without_them_nothing_is_copied(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(machine_memory, "HUGE_PAGES", tmp_path / "enabled")
+    one = torch.ones(1 << 20)
+    assert into_huge_pages(one) is one
+    machine_memory.HUGE_PAGES.write_text("always madvise [never]")
+    assert into_huge_pages(one) is one
+    machine_memory.HUGE_PAGES.write_text("always [madvise] never")
+    assert into_huge_pages(one) is not one
 
 
 def test_small_tensors_and_views_stay_where_they_are() -> None:

@@ -1,19 +1,21 @@
 """Weights in strips (`strips.c`) beside the same ones row by row."""
 
+import socket
+import threading
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from swarmllm.models.parallel.exchange import Link
 from swarmllm.models.quantization import kernels
-from swarmllm.models.quantization.block_search import quantize
 from swarmllm.models.quantization.decoded import FORMS, KINDS
 from swarmllm.models.quantization.packed import InStrips, Int8, LlmInt8, Packed
+from swarmllm.models.quantization.weight import PackedView
 
 CPU = torch.device("cpu")
-ROUNDED_HERE = {8, 12, 13, 14}
-"""Kinds that are rounded here; of the others, any bytes with sane scales will do."""
 INT8 = None
 KINDS_IN_STRIPS = [INT8, *sorted(kernels.IN_STRIPS)]
 
@@ -21,16 +23,17 @@ only_with_strips = pytest.mark.skipif(not kernels.has_strips(), reason="this pro
 
 
 def row_by_row(kind: int | None, rows: int, columns: int, generator: torch.Generator, dtype: torch.dtype) -> Packed:
-    """Random weights whose rows are of different sizes."""
+    """Random weights: any bytes with sane scales."""
     if kind is INT8:
         return Int8.quantize(torch.randn(rows, columns, generator=generator).to(dtype))
-    _, weights, size = KINDS[kind]
-    if kind in ROUNDED_HERE:
-        return FORMS[kind](quantize(torch.randn(rows, columns, generator=generator), kind), dtype)
+    name, weights, size = KINDS[kind]
     codes = torch.randint(0, 256, (rows, columns // weights, size), generator=generator, dtype=torch.uint8)
-    scales = torch.randn(rows, columns // weights, 2, generator=generator).half()
-    num_scales = 2 if KINDS[kind][0].endswith("1") else 1
-    codes[..., : 2 * num_scales] = scales[..., :num_scales].contiguous().view(torch.uint8)
+    scales = torch.randn(rows, columns // weights, 2, generator=generator).half().view(torch.uint8)
+    if name == "Q6_K":
+        codes[..., -2:] = scales[..., :2]
+    else:
+        has_least = name.endswith(("1", "4_K", "5_K"))
+        codes[..., : 4 if has_least else 2] = scales[..., : 4 if has_least else 2]
     return FORMS[kind](codes.flatten(1), dtype)
 
 
@@ -75,6 +78,8 @@ def test_they_are_the_same_weights_and_products(
     assert sum(one.nbytes for one in found.tensors().values()) == sum(one.nbytes for one in rows.tensors().values())
     assert torch.equal(found._as_rows().codes, rows.codes)
     assert torch.equal(found.dequantize(), rows.dequantize())
+    some = 1, min(20, len(rows.codes))
+    assert torch.equal(found._matrix().dequantize(*some), rows._matrix().dequantize(*some))
     unlike = torch.randn(num_inputs, columns, generator=generator).mul(spread).exp()
     inputs = torch.randn(num_inputs, columns, generator=generator).mul(unlike).mul(size).to(dtype).float()
     weight = rows.dequantize().double()
@@ -105,13 +110,21 @@ def test_numbers_that_are_none_and_zeros_stay_with_their_input(kind: int | None)
 
 
 @only_with_strips
-def test_short_floats_near_the_largest_are_exact() -> None:
-    """Whole numbers in bfloat16, times codes with a scale of 1: no sum is rounded."""
+def test_all_three_digits_are_exact() -> None:
+    """Each row takes one column, and 24 bits have room for all these numbers."""
     generator = torch.Generator().manual_seed(2)
-    codes = torch.randint(-127, 128, (16, 64), generator=generator, dtype=torch.int8)
-    matrix = Int8(codes, torch.ones(16), torch.float32).for_device(CPU)
-    inputs = (torch.randint(-255, 256, (5, 64), generator=generator) * 2 ** torch.arange(64).remainder(8)).float()
-    assert torch.equal(matrix.multiply(inputs).double(), inputs.double() @ codes.double().T)
+    matrix = Int8(torch.eye(64, dtype=torch.int8), torch.ones(64), torch.float32).for_device(CPU)
+    largest = 127 * (65536 + 256 + 1)
+    inputs = torch.randint(-largest, largest + 1, (9, 64), generator=generator).float()
+    inputs[0, :4] = torch.tensor([largest, -largest, 1, -1])
+    inputs[1] /= 2.0**100
+    inputs[2, 1:32] /= 2**20  # whose last bits are rounded away
+    found = matrix.multiply(inputs)
+    assert torch.equal(found[[0, 1, 3, 4, 5, 6, 7, 8]], inputs[[0, 1, 3, 4, 5, 6, 7, 8]])
+    assert ((found[2] - inputs[2]).abs() <= 0.5).all()
+    short = torch.randn(9, 64, generator=generator).bfloat16().float()
+    short = short.where(short.abs() > 2**-10, 1.0)
+    assert torch.equal(matrix.multiply(short), short)
 
 
 @only_with_strips
@@ -136,6 +149,55 @@ def test_parts(kind: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     for threads in (2, 3, 5):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         assert torch.equal(strips.linear(inputs), expected)
+
+
+@only_with_strips
+@pytest.mark.parametrize("kind", KINDS_IN_STRIPS, ids=str)
+def test_several_matrices(kind: int | None) -> None:
+    """Experts, also where weights are put together: what stays in strips has whole ones."""
+    generator = torch.Generator().manual_seed(5)
+    rows = [row_by_row(kind, 32, 2 * block(kind), generator, torch.float32) for _ in range(3)]
+    strips = [PackedView(one.for_device(CPU)) for one in rows]
+    whole = [one.dequantize() for one in rows]
+    for dim in (0, 1, 2):
+        assert torch.equal(dequantized(torch.stack(strips, dim)), torch.stack(whole, dim))
+    for dim in (0, 1):
+        assert torch.equal(dequantized(torch.cat(strips, dim)), torch.cat(whole, dim))
+    assert isinstance(torch.stack(strips).packed, InStrips)
+    assert isinstance(torch.cat(strips).packed, InStrips)
+    experts = torch.stack([PackedView(one) for one in rows]).packed.for_device(CPU)
+    assert isinstance(experts, InStrips)
+    inputs = torch.randn(5, rows[0].shape[1], generator=generator)
+    for idx, one in enumerate(strips):
+        assert torch.equal(experts[idx].linear(inputs), one.packed.linear(inputs))
+    rounding = PackedView(rows[0].for_device(CPU).as_rounding())
+    assert rounding.packed.rows(1, 32).rounds_inputs
+    assert rounding.packed.columns(0, block(kind)).rounds_inputs
+
+
+def dequantized(weight: PackedView | Tensor) -> Tensor:
+    return weight.dequantize()
+
+
+@only_with_strips
+@pytest.mark.parametrize("kind", KINDS_IN_STRIPS, ids=str)
+def test_to_another_process(kind: int | None) -> None:
+    matrix = row_by_row(kind, 32, block(kind), torch.Generator().manual_seed(6), torch.float32).for_device(CPU)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        sender = threading.Thread(target=Link(ours, 1, CPU).send, args=(matrix,))
+        sender.start()
+        found = Link(theirs, 0, CPU).receive()
+        sender.join()
+    assert type(found) is type(matrix)
+    assert torch.equal(found.dequantize(), matrix.dequantize())
+
+
+@only_with_strips
+def test_rows_that_are_no_whole_strips_are_refused() -> None:
+    for make in (kernels.into_strips, lambda codes: kernels.MatrixInStrips(codes, torch.ones(24, 1))):
+        with pytest.raises(ValueError, match="24 rows aren't whole strips of 16"):
+            make(torch.ones(24, 32, dtype=torch.int8))
 
 
 @only_with_strips

@@ -16,7 +16,8 @@ from torch.nn import functional
 
 from swarmllm.data_structures import Span
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
-from swarmllm.models.quantization import Quantization, kernels, step
+from swarmllm.models.quantization import Quantization, QuantizedWeight, kernels, step
+from swarmllm.models.quantization.packed import InStrips
 from swarmllm.models.quantization.step import DIMS, Kind, Line, Operation, Recorded, Rows, View, simplified
 from swarmllm.models.span import traced_step
 from swarmllm.models.span.block_span import BlockSpan
@@ -184,11 +185,14 @@ def test_in_half_precision_as_exact_as_the_models_code(quant_type: str, tmp_path
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_on_other_processors(level: int, llama: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_other_processors(level: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if level > kernels.level():
         pytest.skip("this processor lacks the instructions")
     monkeypatch.setattr(kernels, "level", lambda: level)
-    sessions = Sessions(llama)
+    blocks = load("llama", tmp_path)
+    weights = [one.packed for one in blocks.slots.modules() if isinstance(one, QuantizedWeight)]
+    assert {isinstance(one, InStrips) for one in weights} == {kernels.has_strips()}  # at no level but 4
+    sessions = Sessions(blocks)
     sessions.step((40, 3, 11, 2))
     with lines_counted() as rows:
         assert sessions.step((1, 1, 1, 1)) <= RELATIVE

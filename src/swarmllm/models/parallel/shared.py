@@ -61,9 +61,10 @@ from swarmllm.models.parallel.exchange import (
     multiplied,
     own_copy,
 )
+from swarmllm.models.quantization.kernels import STRIP
 from swarmllm.models.quantization.loading import Whole
 from swarmllm.models.quantization.nf4 import TiledNf4
-from swarmllm.models.quantization.packed import TILE, Packed
+from swarmllm.models.quantization.packed import TILE, InStrips, Packed
 from swarmllm.models.quantization.rules import is_transposed, may_be_packed
 from swarmllm.models.quantization.weight import QuantizedWeight
 
@@ -692,6 +693,8 @@ def _sizes(packed: Packed, num_processes: int) -> tuple[int, ...]:
     """Rows of each process: as equal as can be, in whole tiles where kernels want them."""
     rows = packed.shape[-2]
     unit = TILE if isinstance(packed, TiledNf4) or (rows % TILE == 0 and rows >= TILE * num_processes) else 1
+    if unit == 1 and isinstance(packed, InStrips) and rows >= STRIP * num_processes:
+        unit = STRIP
     return counts(rows // unit, num_processes, unit)
 
 

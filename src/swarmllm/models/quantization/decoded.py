@@ -18,7 +18,7 @@ own scales. A few inputs are multiplied by `gguf_blocks.h`, which has the kinds 
 other kinds, which are rare, and all on CUDA. But there, Q4_0 and Q8_0 become codes and scales: the same numbers in as
 many bytes. `models/published_formats/gguf` makes them.
 
-`GgufStrips`: the same bytes in the order in which `strips.c` multiplies them, on processors that have its instructions.
+`GgufStrips`: the same in strips of 16 rows, on processors for which `strips.c` is (AVX-512 with VNNI).
 """
 
 import functools
@@ -448,8 +448,10 @@ FORMS: dict[int, type[GgufBlocks]] = {
 class GgufStrips(InStrips, GgufBlocks):
     """The same in strips."""
 
-    def _as_rows(self) -> GgufBlocks:
-        return FORMS[self.kind](kernels.into_strips(self.codes, self.kind, back=True), self.dtype)
+    def _as_rows(self) -> Packed:
+        codes = kernels.into_strips(self.codes, self.kind, back=True)
+        rows = FORMS[self.kind](codes, self.dtype)
+        return rows.as_rounding() if self.rounds_inputs else rows
 
     def _rows(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
         if self.device.type != "cpu":  # moved since

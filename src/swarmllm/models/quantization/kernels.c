@@ -79,8 +79,10 @@ void swarmllm_dequantize(int64_t level, const weight *w, int64_t start, int64_t 
         return;
     }
     weight strip = *w;
+    int64_t number = w->scale_kind == FLOAT32 ? 4 : w->scale_kind == BFLOAT16 || w->scale_kind == FLOAT16 ? 2 : 1;
     strip.codes = room;
     for (int64_t row = start; row < end; row += SIDE, out += SIDE * w->columns) {
+        strip.scale = w->scale ? (const char *)w->scale + row * w->groups * number : NULL;
         swarmllm_arrange(w->codes_kind, 1, w->codes + row * row_bytes(w), 1, row_bytes(w), room);
         dequantize_rows(level, &strip, 0, SIDE, out);
     }

@@ -88,7 +88,7 @@ def library() -> Any:
     except OSError as error:
         logger.warning("weights of few bits multiply slowly here, since swarmllm was installed without gcc (%s)", error)
         return None
-    is_complete = hasattr(found, "swarmllm_has_strips")
+    is_complete = hasattr(found, "swarmllm_open_strips")
     if not is_complete or getattr(found, "swarmllm_weight_bytes", int)() != ctypes.sizeof(_Weight):
         logger.warning(
             "weights of few bits multiply slowly, since %s is of another version: install swarmllm anew", path
@@ -118,7 +118,10 @@ def library() -> Any:
     found.swarmllm_has_strips.argtypes = (ctypes.c_int64,)
     found.swarmllm_has_strips.restype = ctypes.c_int64
     found.swarmllm_multiply_strips.restype = found.swarmllm_prepare_inputs.restype = None
-    found.swarmllm_arrange.restype = None
+    found.swarmllm_open_strips.argtypes = (
+        ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p
+    )  # fmt: skip
+    found.swarmllm_arrange.restype = found.swarmllm_open_strips.restype = None
     found.swarmllm_rounded_bytes.argtypes = found.swarmllm_int8_version.argtypes = (ctypes.c_int64,)
     found.swarmllm_rounded_bytes.restype = found.swarmllm_int8_version.restype = ctypes.c_int64
     found.swarmllm_round.restype = None
@@ -155,6 +158,8 @@ def into_strips(codes: Tensor, gguf_kind: int | None = None, *, back: bool = Fal
 
     `rows` must be a multiple of `STRIP`, and rows of int8 one of `ROUNDED`. The result has as many bytes.
     """
+    if codes.shape[-2] % STRIP:
+        raise ValueError(f"{codes.shape[-2]} rows aren't whole strips of {STRIP}")
     kind = _CODES[torch.int8] if gguf_kind is None else _GGUF + gguf_kind
     rows, row_bytes = codes.cpu().contiguous(), codes.shape[-1]
     made, strip_bytes = torch.empty_like(rows), STRIP * row_bytes
@@ -169,11 +174,26 @@ def into_strips(codes: Tensor, gguf_kind: int | None = None, *, back: bool = Fal
     return made.to(codes.device)
 
 
+def open_strips(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """Codes of int8 in strips `[rows, columns]` as rows in float32 or bfloat16."""
+    codes, (rows, columns) = codes.contiguous(), codes.shape
+    made, strip = torch.empty(rows, columns, dtype=dtype), STRIP * columns
+
+    def part(start: int, end: int) -> None:
+        to = made.data_ptr() + start * strip * dtype.itemsize
+        is_wide = dtype == torch.float32
+        library().swarmllm_open_strips(is_wide, codes.data_ptr() + start * strip, end - start, columns, to)
+
+    in_parts(part, rows // STRIP, codes.numel() // WORTH_A_THREAD)
+    return made
+
+
 def multiplies_bytes() -> bool:
     """True if this processor multiplies rounded inputs faster than exact ones: it has AVX-VNNI, or AVX-512's VNNI.
 
-    Measured (5632×2048, one thread, Zen 5; ms for 1, 8 and 128 inputs): int8 0.42, 0.79 and 7.4 against 0.40, 1.3 and
-    16.5 with exact inputs; q4_k 0.43, 0.96 and 8.9 against 0.44, 1.6 and 19. With AVX2 alone 128 take 29.
+    Measured row by row (5632×2048, one thread, Zen 5; ms for 1, 8 and 128 inputs): int8 0.42, 0.79 and 7.4 against
+    0.40, 1.3 and 16.5 with exact inputs; q4_k 0.43, 0.96 and 8.9 against 0.44, 1.6 and 19. With AVX2 alone 128 take 29.
+    In strips (Zen 4): int8 0.43, 1.1 and 10 against 0.43, 1.5 and 23.
     """
     return library() is not None and int8_version() >= 3
 
@@ -311,6 +331,8 @@ class MatrixInStrips(Matrix):
     _rows_together = STRIP
 
     def __init__(self, codes: Tensor, scale: Tensor | None = None, *, gguf: tuple[int, int] | None = None) -> None:
+        if codes.shape[0] % STRIP:  # the kernels would read beyond the end
+            raise ValueError(f"{codes.shape[0]} rows aren't whole strips of {STRIP}")
         super().__init__(codes, scale, gguf=gguf)
         self._weight.in_strips = True
         self._row_bytes = codes.shape[1]
@@ -336,10 +358,6 @@ class MatrixInStrips(Matrix):
         if _recording.record is not None:
             _recording.record(self, inputs, outputs)
         return outputs
-
-    @property
-    def is_faster_rounded(self) -> bool:
-        return self.takes_rounded
 
     @property
     def floats_of_input(self) -> int:
@@ -418,11 +436,11 @@ def most_inputs(dtype: torch.dtype, *, in_strips: bool = False) -> int:
 
     The kernels' time grows with the inputs, torch's begins with the decoding. Measured (5632×2048, int8, one thread,
     Zen 5): with AVX-512 the kernels are faster for up to 24 inputs in bfloat16, which has instructions of its own, and
-    always in float32, where 128 take 17 ms against 34; with AVX2 for up to 128, which take 30 against 32.
+    always in float32, where 128 take 17 ms against 34; with AVX2 for up to 128, which take 30 against 32. `in_strips`
+    (Zen 4): for up to some 20 inputs in bfloat16, and always in float32, where 128 take 23 ms against 37.
     """
     codes, wide = torch.zeros(1024, 2048, dtype=torch.int8), computing_dtype(dtype, torch.device("cpu"))
-    blocks = torch.zeros(1024, 2048 // 32 * 34, dtype=torch.uint8)
-    matrix = MatrixInStrips(blocks, gguf=(8, 2048)) if in_strips else Matrix(codes, torch.ones(1024, 1))
+    matrix = (MatrixInStrips if in_strips else Matrix)(codes, torch.ones(1024, 1))
     inputs = torch.zeros(AT_A_TIME, 2048, dtype=dtype)
     few_s, many_s = _by_torch_s(codes, wide, AT_A_TIME), _by_torch_s(codes, wide, MANY)
     each_s = (many_s - few_s) / (MANY - AT_A_TIME)

@@ -185,7 +185,8 @@ def install(
         packed = weight.packed
     else:
         packed = pack(weight.mT if transposed else weight, form, device, importance)
-    quantized = QuantizedWeight(packed.for_device(device), transposed=transposed)
+    packed = packed.for_device(device)  # the name of the first form goes, and with it its memory
+    quantized = QuantizedWeight(packed, transposed=transposed)
     del module._parameters[leaf]
     module.add_module(leaf, quantized)
     trim_heap()

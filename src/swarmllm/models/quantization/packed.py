@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,7 @@ from swarmllm.models.quantization.kernels import (
     computing_dtype,
     into_strips,
     kernels_take,
+    open_strips,
     torch_multiplies_int8_faster,
 )
 
@@ -120,6 +121,11 @@ class Packed:
     def mapped(self, do: Callable[[Tensor], Tensor]) -> Self:
         """The same form of what `do` makes of each of its tensors."""
         return type(self)(**{name: do(tensor) for name, tensor in self.tensors().items()}, dtype=self.dtype)
+
+    def as_rounding(self) -> "Packed":
+        """The same, which rounds its inputs."""
+        form: Any = rounding(type(self))  # type: ignore[arg-type]
+        return cast(Packed, form(**self.tensors(), dtype=self.dtype))
 
     def for_device(self, device: torch.device) -> "Packed":
         """The same weights as they are multiplied best on such a device; they stay where they are."""
@@ -343,7 +349,8 @@ class InStrips(Packed):
         return self._as_rows().rows(start, end) if start % STRIP or end % STRIP else super().rows(start, end)
 
     def columns(self, start: int, end: int) -> Any:
-        return self._as_rows().columns(start, end).for_device(self.device)
+        strips = self._as_rows().columns(start, end).for_device(self.device)
+        return strips.as_rounding() if self.rounds_inputs else strips
 
     def _kernel_takes(self, inputs: Tensor) -> bool:
         return kernels_take(inputs, in_strips=True)
@@ -352,12 +359,18 @@ class InStrips(Packed):
 class Int8Strips(InStrips, Int8):
     """`Int8` in strips."""
 
-    def _as_rows(self) -> Int8:
-        return Int8(into_strips(self.codes, back=True), self.scale, self.dtype)
+    def _as_rows(self) -> Packed:
+        rows = Int8(into_strips(self.codes, back=True), self.scale, self.dtype)
+        return rows.as_rounding() if self.rounds_inputs else rows
 
     def _rows(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
         first, last = start // STRIP * STRIP, -(-end // STRIP) * STRIP
-        return into_strips(self.codes[first:last], back=True)[start - first : end - first].to(dtype)
+        codes = self.codes[first:last]
+        if codes.is_cpu and dtype in (torch.float32, torch.bfloat16):
+            rows = open_strips(codes, dtype)
+        else:
+            rows = into_strips(codes, back=True).to(dtype)
+        return rows[start - first : end - first]
 
     def _by_torch(self, inputs: Tensor) -> bool:
         return False

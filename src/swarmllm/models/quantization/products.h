@@ -9,7 +9,7 @@
 #define PIECE 512 /* columns that are decoded at a time, at most */
 #define ROWS 4    /* decoded at a time */
 #define MOST 16   /* inputs at a time, at most */
-#define STRIP 64  /* rows that are multiplied by all inputs before the next, of a multiple of ROWS */
+#define BAND 64  /* rows that are multiplied by all inputs before the next, of a multiple of ROWS */
 
 #include "vectors.h"
 #include "weight.h"
@@ -245,7 +245,7 @@ void OF_LEVEL(multiply)(const weight *w, int64_t start, int64_t end, const float
     int bare = is_bare(w);
     rows_times_one *by_one = side_by_side(w);
     for (int64_t stop; start < end; start = stop) { /* rows that stay in a cache for all inputs */
-        stop = end - start < STRIP ? end : start + STRIP;
+        stop = end - start < BAND ? end : start + BAND;
         for (int64_t first = 0; first < num_inputs; first += MOST) {
             int64_t row = start, num = num_inputs - first < MOST ? num_inputs - first : MOST;
             const float *from = inputs + first * w->columns;

@@ -394,6 +394,7 @@ INLINE const stored *stored_of(const instruction *is, const step *s, int64_t row
  * many parts it has, and how many are taken, in one number, so that nobody takes a part of an operation that is over.
  */
 #define PART_ROWS 256     /* of a matrix, at least */
+_Static_assert(BAND % SIDE == 0, "a part must have whole strips");
 #define PART_CODES (1 << 17) /* of a matrix, at least; assumed: they take some 10 microseconds */
 #define SPINS 4000        /* then other threads get the core */
 #define TAKEN(parts) ((parts) & 0xffff)
@@ -408,8 +409,8 @@ INLINE const stored *stored_of(const instruction *is, const step *s, int64_t row
 /* One part of the published operation. */
 APART void run_part(const step *s, const instruction *is, int64_t part, int64_t parts, int64_t thread) {
     if (is->kind == PRODUCT) {
-        int64_t out = is->sizes[DIMS - 1], strips = (out + STRIP - 1) / STRIP, end = strips * (part + 1) / parts * STRIP;
-        multiply_part(is, s, strips * part / parts * STRIP, end < out ? end : out);
+        int64_t out = is->sizes[DIMS - 1], bands = (out + BAND - 1) / BAND, end = bands * (part + 1) / parts * BAND;
+        multiply_part(is, s, bands * part / parts * BAND, end < out ? end : out);
         return;
     }
     int64_t heads = is->sizes[0];

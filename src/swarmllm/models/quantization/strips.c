@@ -1,14 +1,15 @@
-/* Products with weights in strips of 16 rows, by inputs as whole numbers; for AVX-512 with VNNI, and exact.
+/* Products with weights in strips of 16 rows, by inputs as whole numbers; for AVX-512 with VNNI.
  *
- * A strip has the blocks of 16 rows side by side: first number 0 of all their blocks, then number 1, and so on (`FIELDS`).
+ * A strip has the blocks of 16 rows side by side: first number 0 of all their blocks, then number 1, and so on (`field`).
  * So each instruction multiplies 4 columns of all 16 rows, no sum has to be added up across lanes, and memory is read in
  * its order.
  *
  * Processors multiply bytes four times as fast as floats, and codes are bytes without a conversion. So 32 neighbours of an
- * input become whole numbers of 24 bits, in steps of a power of two, and each number three digits, of a byte. bfloat16 is
- * exact in them if it is larger than the largest neighbour's 32768th part; what is rounded is less than the largest one's
- * 2^-23. Sums of whole numbers are exact in any order, and floats are added group by group: a product is the same whatever
- * is multiplied at once.
+ * input become whole numbers of 24 bits, in steps of a power of two, and each number becomes three digits of a byte. A
+ * number in bfloat16 is exact unless the largest neighbour is more than 16384 times as large. The error of any other one is
+ * at most 2^-22.9 of the largest neighbour, which is what adding them up as floats costs, too. Sums of whole numbers are
+ * exact in any order, and floats are added group by group: a product is the same whatever is multiplied at once. If one
+ * number of an input is infinite or NaN, its products are NaN.
  * With inputs of 8 bits (`rounds_inputs`) there is one digit, as in int8_products.h.
  */
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
@@ -22,8 +23,10 @@
 #define WORDS 8   /* of 4 columns, in a group */
 #define TOGETHER 4 /* inputs, whose sums fit into the registers */
 #define AHEAD 2048 /* bytes */
+#define PIECE 1024 /* columns of many inputs at a time: of some, they stay in the first cache */
+#define MOST 64    /* inputs: their pieces, of 256 KB, stay in the second one */
 #define UNROLLED _Pragma("GCC unroll 8") /* so that sums stay in registers */
-#define LARGEST 8355711.0f /* of which all three digits are bytes */
+#define LARGEST 8355711.0f /* whose three digits are 127 */
 
 /* A group of an input: number i is (65536 * digits[2][i] + 256 * digits[1][i] + digits[0][i]) * step. */
 typedef struct {
@@ -155,7 +158,7 @@ void swarmllm_prepare_inputs(const weight *w, const float *inputs, int64_t num, 
             memcpy(&steps, &bits, sizeof steps);
             if (most * steps > LARGEST)
                 steps *= 0.5f;
-            to->step = 1.0f / steps;
+            to->step = largest ? 1.0f / steps : 0.0f;
         }
         int64_t total = 0;
         for (int half = 0; half < 2; half++) {
@@ -249,15 +252,16 @@ INLINE void add_least(products *p, vec least) {
         p->sums[n] = plus_product(least, all(p->inputs[n * p->step].total), p->sums[n]);
 }
 
-/* A group of a kind with blocks of 32, or of whole rows. */
 /* Ask for what comes after AHEAD bytes: group by group, since processors wait for few lines of memory at once. */
 INLINE void ask_for(const uint8_t *strip, int bytes) {
     for (int i = 0; i < bytes; i += 64)
         PREFETCH(strip + AHEAD + i);
 }
 
+/* A group of a kind with blocks of 32, or of whole rows. */
 INLINE void add_small_block(int kind, const uint8_t *at, products *p) {
-    int has_least = kind == Q4_1 || kind == Q5_1, is_byte = kind == Q8_0 || kind == INT8, has_fifths = kind == Q5_0 || kind == Q5_1;
+    int has_least = kind == Q4_1 || kind == Q5_1, has_fifths = kind == Q5_0 || kind == Q5_1;
+    int is_byte = kind == Q8_0 || kind == INT8;
     vec scale = kind == INT8 ? all(1.0f) : halves_of(at);
     group_sums sums;
     if (has_least)
@@ -364,7 +368,7 @@ typedef void products_of(const uint8_t *, const uint8_t *, const prepared *, int
                                                int64_t step, vec *sums) {                                    \
         products p = {num, digits, inputs, step, {{0}}};                                                     \
         for (int n = 0; n < num; n++)                                                                        \
-            p.sums[n] = all(0.0f);                                                                           \
+            p.sums[n] = sums[n];                                                                             \
         add_strip(kind, strip, stop, &p);                                                                    \
         for (int n = 0; n < num; n++)                                                                        \
             sums[n] = p.sums[n];                                                                             \
@@ -389,26 +393,62 @@ static products_of *products_for(int kind, int64_t num, int rounds) {
     }
 }
 
+/* Add the products of some columns of a strip to the outputs of the inputs [start, stop). */
+INLINE void add_inputs(const weight *w, const uint8_t *strip, int64_t columns, const prepared *inputs, int64_t start,
+                       int64_t stop, int is_first, float *outputs, int64_t stride) {
+    int64_t step = w->columns / GROUP, some;
+    const uint8_t *end = strip + SIDE * row_bytes(w) * columns / w->columns;
+    for (int64_t n = start; n < stop; n += some) {
+        vec sums[TOGETHER];
+        some = stop - n < TOGETHER ? stop - n : TOGETHER;
+        for (int64_t one = 0; one < some; one++)
+            sums[one] = is_first ? all(0.0f) : load(outputs + (n + one) * stride);
+        products_for(w->codes_kind, some, w->rounds_inputs != 0)(strip, end, inputs + n * step, step, sums);
+        for (int64_t one = 0; one < some; one++)
+            store(outputs + (n + one) * stride, sums[one]);
+    }
+}
+
 /* outputs[n, row] = inputs[n, :] . weight[row, :] for the rows [start, end), multiples of SIDE; `stride`: floats of a row
  * of outputs. */
 void swarmllm_multiply_strips(const weight *w, int64_t start, int64_t end, const void *inputs, int64_t num, float *outputs,
                               int64_t stride) {
-    int64_t bytes = row_bytes(w), step = w->columns / GROUP;
-    for (int64_t row = start; row < end; row += SIDE) {
-        const uint8_t *strip = w->codes + row * bytes;
-        for (int64_t first = 0, some; first < num; first += some) {
-            vec sums[TOGETHER];
-            some = num - first < TOGETHER ? num - first : TOGETHER;
-            products_for(w->codes_kind, some, w->rounds_inputs != 0)(strip, strip + SIDE * bytes,
-                                                                   (const prepared *)inputs + first * step, step, sums);
-            for (int64_t n = 0; n < some; n++) {
-                float *to = outputs + (first + n) * stride + row;
-                store(to, sums[n]);
-                for (int r = 0; w->codes_kind == INT8 && r < SIDE; r++)
-                    to[r] *= scale_of(w, row + r, 0);
+    int64_t bytes = row_bytes(w), piece = num > TOGETHER ? PIECE : w->columns;
+    for (int64_t begin = 0; begin < num; begin += MOST) { /* inputs whose pieces stay in a cache for all rows */
+        int64_t stop = num - begin < MOST ? num : begin + MOST, columns;
+        for (int64_t column = 0; column < w->columns; column += columns) {
+            columns = w->columns - column < piece ? w->columns - column : piece;
+            for (int64_t row = start; row < end; row += SIDE) {
+                const uint8_t *strip = w->codes + row * bytes + SIDE * bytes * column / w->columns;
+                add_inputs(w, strip, columns, (const prepared *)inputs + column / GROUP, begin, stop, column == 0,
+                           outputs + row, stride);
             }
         }
+        for (int64_t n = begin; w->codes_kind == INT8 && n < stop; n++)
+            for (int64_t row = start; row < end; row++)
+                outputs[n * stride + row] *= scale_of(w, row, 0);
     }
+}
+
+/* Strips of int8 codes to rows of floats, or of bfloat16, which has room for a code. */
+void swarmllm_open_strips(int64_t wide, const uint8_t *codes, int64_t strips, int64_t columns, void *made) {
+    int64_t size = wide ? 4 : 2;
+    uint8_t *to = made;
+    for (; strips > 0; strips--, to += (SIDE - 1) * columns * size)
+        for (int64_t column = 0; column < columns; column += 16, codes += 16 * SIDE, to += 16 * size)
+            for (int row = 0; row < SIDE; row += 4) {
+                uint8_t ALIGNED four[4][16];
+                turn_words(codes + 4 * row, 4 * SIDE, four[0], 16, 0x80);
+                for (int r = 0; r < 4; r++) {
+                    __m512 floats = codes_at((const int8_t *)four[r]);
+                    uint8_t *at = to + (row + r) * columns * size;
+                    if (wide)
+                        store((float *)at, floats);
+                    else
+                        _mm256_storeu_si256((__m256i *)at,
+                                            _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(floats), 16)));
+                }
+            }
 }
 #else /* no weight is in strips */
 #define LEVEL 1
@@ -424,5 +464,8 @@ void swarmllm_prepare_inputs(const weight *w, const float *inputs, int64_t num, 
 void swarmllm_multiply_strips(const weight *w, int64_t start, int64_t end, const void *inputs, int64_t num, float *outputs,
                               int64_t stride) {
     (void)w, (void)start, (void)end, (void)inputs, (void)num, (void)outputs, (void)stride;
+}
+void swarmllm_open_strips(int64_t wide, const uint8_t *codes, int64_t strips, int64_t columns, void *made) {
+    (void)wide, (void)codes, (void)strips, (void)columns, (void)made;
 }
 #endif

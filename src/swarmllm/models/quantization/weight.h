@@ -12,9 +12,9 @@ typedef struct {
     int32_t divides;             /* whether `factor` divides the scale */
     int32_t group_bytes;         /* of the codes of a group of PLANES */
     int32_t zero_kind;
-    int32_t rounds_inputs;       /* whether steps (step.h) multiply by inputs of 8 bits */
+    int32_t rounds_inputs;       /* whether steps (step.h) and strips.c multiply by inputs of 8 bits */
     int32_t in_strips;           /* whether the codes are in the order of strips.c */
-    const uint8_t *codes;        /* [rows, bytes of a row] */
+    const uint8_t *codes;        /* [rows, bytes of a row], or as many bytes in strips */
     const void *scale;           /* [rows, groups]; GGUF's are among the codes */
     const void *zero;            /* [rows, groups] or NULL */
     const float *factor;         /* [rows] or NULL: of a row's scales */

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from swarmllm.models.quantization.packed import Packed, rounding
+from swarmllm.models.quantization.packed import InStrips, Packed, rounding
 
 
 class PackedView:
@@ -198,7 +198,8 @@ def _joined(join: Callable[..., Tensor]) -> Callable[..., Any]:
             return NotImplemented
         packed = [one.packed for one in weights]
         along_columns = join is torch.cat and dim % first.ndim == first.ndim - 1
-        if along_columns or dim < 0 or len({(type(one), one.dtype, one.shape[-1]) for one in packed}) > 1:
+        among_rows = join is torch.stack and dim != 0 and any(isinstance(one, InStrips) for one in packed)
+        if along_columns or among_rows or dim < 0 or len({(type(one), one.dtype, one.shape[-1]) for one in packed}) > 1:
             return NotImplemented
         try:
             tensors = [one.tensors() for one in packed]

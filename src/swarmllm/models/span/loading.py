@@ -1,8 +1,10 @@
 """Loading of blocks from a checkpoint, and of no other large tensor. The server calls it in its device thread."""
 
+import itertools
 import logging
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -10,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from swarmllm.data_structures import Span
@@ -137,12 +139,22 @@ def _reader(
 
 
 def _into_huge_pages(model: PreTrainedModel) -> None:
-    """Give the weights memory that is read faster, one after the other. Until then they may be parts of a file."""
-    for module in find_blocks(model).blocks.modules():
-        for weight in module.parameters(recurse=False):
-            weight.data = into_huge_pages(weight.data)
-        for name, tensor in module.named_buffers(recurse=False):
-            module._buffers[name] = into_huge_pages(tensor)
+    """Give the weights memory that is read faster, one after the other; but what modules share stays where it is. Until
+    then they may be parts of a file."""
+    modules = list(find_blocks(model).blocks.modules())
+    uses = Counter(tensor.data_ptr() for module in modules for tensor in _own_tensors(module).values())
+    for module in modules:
+        for name, tensor in _own_tensors(module).items():
+            if uses[tensor.data_ptr()] > 1:
+                continue
+            if name in module._parameters:
+                tensor.data = into_huge_pages(tensor.data)
+            else:
+                module._buffers[name] = into_huge_pages(tensor)
+
+
+def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    return dict(itertools.chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False)))
 
 
 def _probed(blocks: BlockSpan, known: ProbeResults | None) -> None:

@@ -18,7 +18,7 @@ from itertools import pairwise
 import torch
 
 from swarmllm.data_structures import Span
-from swarmllm.machine_memory import return_free_memory
+from swarmllm.machine_memory import into_huge_pages, return_free_memory
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.quantization.loading import pack
 from swarmllm.models.quantization.rules import StoredType
@@ -213,7 +213,9 @@ def measure_weights(device: torch.device, quant_type: StoredType) -> float:
     }
     num_bytes = sum(tensor.nbytes for tensor in rows.values())
     weights = [
-        type(few)(**{name: tensor.clone() for name, tensor in rows.items()}, dtype=few.dtype).for_device(device)
+        type(few)(**{name: tensor.clone() for name, tensor in rows.items()}, dtype=few.dtype)
+        .for_device(device)
+        .mapped(into_huge_pages)
         for _ in range(-(-WEIGHTS_BYTES // num_bytes))
     ]
     inputs = torch.randn(1, columns, dtype=torch.bfloat16).to(device)
