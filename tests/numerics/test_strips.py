@@ -56,7 +56,7 @@ def most_error(inputs: Tensor, weight: Tensor) -> Tensor:
     blocks=st.integers(1, 4),
     num_inputs=st.integers(1, 37),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    size=st.sampled_from([1e-30, 1e-3, 1.0, 1e4, 1e30]),
+    size=st.sampled_from([1e-30, 1e-3, 1.0, 1e4, 1e24]),
     spread=st.floats(0, 4),
     seed=st.integers(0, 1 << 30),
 )
