@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from swarmllm import AutoDistributedModel, ClientConfig, LocalSwarm, embedded_model_path
 from swarmllm.data_structures import Span
 from swarmllm.demo.local_swarm import LocalServer, embedded_heldout_texts
-from swarmllm.machine_memory import separate_weights
+from swarmllm.machine_memory import into_huge_pages, separate_weights
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.quantization import QUANT_TYPES, Quantization, QuantizedWeight
@@ -43,6 +43,7 @@ from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
 
 MATRIX = (5632, 2048)
+CPU = torch.device("cpu")
 TURNS = 15
 PROMPT_TOKENS = 16
 
@@ -118,8 +119,8 @@ def products(names: Sequence[str]) -> list[list[Any]]:
     packed, rows = {}, list[list[Any]]()
     with separate_weights():
         for name in names:
-            packed[name] = pack(weight, name, torch.device("cpu"))
-            seconds = seconds_of(lambda name=name: pack(weight, name, torch.device("cpu")))
+            packed[name] = pack(weight, name, CPU).for_device(CPU).mapped(into_huge_pages)
+            seconds = seconds_of(lambda name=name: pack(weight, name, CPU).for_device(CPU))
             rows.append([name, seconds * 1e9 / weight.numel()])
     for tokens in (1, 8, 128):
         inputs = torch.randn(tokens, MATRIX[1], generator=generator).bfloat16()
