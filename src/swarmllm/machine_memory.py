@@ -9,8 +9,8 @@ this module.
 Freed memory isn't always given back to the operating system, or to other users of the GPU. `return_free_memory` does it
 where much was freed: after loading and measurements, after many sessions, and when memory has run out.
 
-`into_huge_pages` is for weights, which are read from end to end for each token: with pages of 4 KB, a processor may
-spend a third of that time on looking up where they are.
+`into_huge_pages` is for quantized weights, which are read from end to end for each token: with pages of 4 KB, a
+processor may spend a third of that time on looking up where they are.
 """
 
 import contextlib

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import swarmllm.models.quantization
 import swarmllm.models.span
-from swarmllm.models.quantization import cuda
+from swarmllm.models.quantization import cuda, kernels
 from swarmllm.models.span import page_pool
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.decode_graphs import StaticInputs
@@ -189,6 +189,7 @@ def test_of_a_fused_block_of_packed_weights(
 ) -> None:
     """Their codes and scales are joined, and multiplied by the kernel that norms, gates and adds, too."""
     monkeypatch.setattr(cuda, "_compiles_for", lambda *_: True)
+    monkeypatch.setattr(kernels, "has_strips", lambda: False)  # they are arranged for the device of a server
     paged = PagedAttention(without_data(paged_blocks("llama", tmp_path, torch.bfloat16, "int8")))
     for names in run_step(paged, fused(paged), launches, 1)[:-1]:
         assert len(names) <= FUSED[1], names

@@ -1,10 +1,8 @@
 """Loading of blocks from a checkpoint, and of no other large tensor. The server calls it in its device thread."""
 
-import itertools
 import logging
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from swarmllm.data_structures import Span
@@ -30,8 +28,8 @@ from swarmllm.models.checkpoint.skeleton import (
     unused_before_blocks,
 )
 from swarmllm.models.parallel.shared import Group, share
-from swarmllm.models.quantization import FULL_PRECISION, Quantization
-from swarmllm.models.quantization.loading import LoadingConfig, check_quantized, hold_whole, round_inputs
+from swarmllm.models.quantization import FULL_PRECISION, Quantization, QuantizedWeight
+from swarmllm.models.quantization.loading import LoadingConfig, Whole, check_quantized, hold_whole, round_inputs
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.offload import OffloadedBlocks, spread
 from swarmllm.models.span.probe_results import ProbeResults
@@ -139,22 +137,15 @@ def _reader(
 
 
 def _into_huge_pages(model: PreTrainedModel) -> None:
-    """Give the weights memory that is read faster, one after the other; but what modules share stays where it is. Until
-    then they may be parts of a file."""
-    modules = list(find_blocks(model).blocks.modules())
-    uses = Counter(tensor.data_ptr() for module in modules for tensor in _own_tensors(module).values())
-    for module in modules:
-        for name, tensor in _own_tensors(module).items():
-            if uses[tensor.data_ptr()] > 1:
-                continue
-            if name in module._parameters:
-                tensor.data = into_huge_pages(tensor.data)
-            else:
+    """Give quantized weights memory that is read faster, one after the other.
+
+    Others stay parts of a file: torch's sums may depend on where in memory a weight begins, and must be those of the
+    local model.
+    """
+    for module in find_blocks(model).blocks.modules():
+        if isinstance(module, QuantizedWeight) and not isinstance(module.packed, Whole):
+            for name, tensor in module.named_buffers(recurse=False):
                 module._buffers[name] = into_huge_pages(tensor)
-
-
-def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
-    return dict(itertools.chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False)))
 
 
 def _probed(blocks: BlockSpan, known: ProbeResults | None) -> None:
