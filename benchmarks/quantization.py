@@ -7,8 +7,9 @@
 First, for each type, on the embedded model in float32: bits of a weight with its scales, relative error of the
 weights, perplexity of the held-out texts, and the divergence (KL, in nats per token) of the next token's probabilities
 from those of the model in full precision. Then one matrix of 5632×2048 in bfloat16 times 1, 8 and 128 tokens, taking
-turns with the same in full precision: how many times as fast, by CPU time, the median of the turns; and how long
-packing takes while blocks are loaded. `--products` measures the products of these types and nothing else.
+turns with the same in full precision: how many times as fast, by CPU time, the median of the turns, also with inputs
+that are rounded to 8 bits (`--activations int8`); and how long packing takes while blocks are loaded. `--products`
+measures the products of these types and nothing else.
 
 Then one server per way, each with all blocks, each with a client of its own; they take turns, so that all meet the same
 machine. A token is the whole way: client, network, blocks, head. Memory is what the server's processes have to
@@ -122,13 +123,16 @@ def products(names: Sequence[str]) -> list[list[Any]]:
             packed[name] = pack(weight, name, CPU).for_device(CPU).mapped(into_huge_pages)
             seconds = seconds_of(lambda name=name: pack(weight, name, CPU).for_device(CPU))
             rows.append([name, seconds * 1e9 / weight.numel()])
+            if packed[name].can_round_inputs():
+                packed[f"{name}, inputs in 8 bits"] = packed[name].as_rounding()
+                rows.append([f"{name}, inputs in 8 bits", ""])
     for tokens in (1, 8, 128):
         inputs = torch.randn(tokens, MATRIX[1], generator=generator).bfloat16()
         ratios: dict[str, list[float]] = {name: [] for name in packed}
         for _ in range(TURNS):
             whole = seconds_of(lambda inputs=inputs: inputs @ weight.T)
             for name, matrix in packed.items():
-                ratios[name].append(whole / seconds_of(lambda matrix=matrix, inputs=inputs: matrix.multiply(inputs)))
+                ratios[name].append(whole / seconds_of(lambda matrix=matrix, inputs=inputs: matrix.linear(inputs)))
         for row in rows:
             row.append(median(ratios[row[0]]))
     return rows
