@@ -189,7 +189,7 @@ def test_of_a_fused_block_of_packed_weights(
 ) -> None:
     """Their codes and scales are joined, and multiplied by the kernel that norms, gates and adds, too."""
     monkeypatch.setattr(cuda, "_compiles_for", lambda *_: True)
-    monkeypatch.setattr(kernels, "has_strips", lambda: False)  # they are arranged for the device of a server
+    monkeypatch.setattr(kernels, "has_strips", lambda *_: False)  # they are arranged for the device of a server
     paged = PagedAttention(without_data(paged_blocks("llama", tmp_path, torch.bfloat16, "int8")))
     for names in run_step(paged, fused(paged), launches, 1)[:-1]:
         assert len(names) <= FUSED[1], names

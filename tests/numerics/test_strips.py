@@ -1,4 +1,4 @@
-"""Weights in strips (`strips.c`) beside the same ones row by row."""
+"""Weights in strips (`strips.h`) beside the same ones row by row, by each version that runs here."""
 
 import socket
 import threading
@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.kernel_levels import LEVELS
 from torch import Tensor
 
 from swarmllm.models.parallel.exchange import Link
@@ -19,7 +20,34 @@ CPU = torch.device("cpu")
 INT8 = None
 KINDS_IN_STRIPS = [INT8, *sorted(kernels.IN_STRIPS)]
 
-only_with_strips = pytest.mark.skipif(not kernels.has_strips(), reason="this processor doesn't multiply strips")
+
+VERSIONS = sorted(
+    {2 for level in LEVELS if level == 3} | {kernels.library().swarmllm_strips_version(one) for one in LEVELS} - {0}
+)
+"""Not all up to the last: processors with AVX-512's VNNI may lack AVX-VNNI."""
+
+
+def known_kinds() -> list[tuple[int, int | None]]:
+    """Versions that run here, with the kinds that they know."""
+    found: list[tuple[int, int | None]] = []
+    for version in VERSIONS:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernels, "strips_version", lambda version=version: version)
+            found += [(version, kind) for kind in KINDS_IN_STRIPS if kernels.has_strips(kind)]
+    return found
+
+
+KNOWN = known_kinds()
+only_with_strips = pytest.mark.skipif(not KNOWN, reason="this processor doesn't multiply strips")
+only_with_int8 = pytest.mark.skipif(not kernels.has_strips(), reason="this processor has no strips of int8")
+
+
+@pytest.fixture(params=KNOWN, ids=str)
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int | None:
+    """A kind that is in strips, with a version that knows it."""
+    version, found = request.param
+    monkeypatch.setattr(kernels, "strips_version", lambda: version)
+    return found
 
 
 def row_by_row(kind: int | None, rows: int, columns: int, generator: torch.Generator, dtype: torch.dtype) -> Packed:
@@ -51,7 +79,7 @@ def most_error(inputs: Tensor, weight: Tensor) -> Tensor:
 @only_with_strips
 @settings(max_examples=150, deadline=None)
 @given(
-    kind=st.sampled_from(KINDS_IN_STRIPS),
+    known=st.sampled_from(KNOWN),
     strips=st.integers(1, 5),
     blocks=st.integers(1, 4),
     num_inputs=st.integers(1, 37),
@@ -61,7 +89,7 @@ def most_error(inputs: Tensor, weight: Tensor) -> Tensor:
     seed=st.integers(0, 1 << 30),
 )
 def test_they_are_the_same_weights_and_products(
-    kind: int | None,
+    known: tuple[int, int | None],
     strips: int,
     blocks: int,
     num_inputs: int,
@@ -70,32 +98,33 @@ def test_they_are_the_same_weights_and_products(
     spread: float,
     seed: int,
 ) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    columns = blocks * block(kind)
-    rows = row_by_row(kind, strips * kernels.STRIP, columns, generator, torch.float32)
-    found = rows.for_device(CPU)
-    assert isinstance(found, InStrips)
-    assert sum(one.nbytes for one in found.tensors().values()) == sum(one.nbytes for one in rows.tensors().values())
-    assert torch.equal(found._as_rows().codes, rows.codes)
-    assert torch.equal(found.dequantize(), rows.dequantize())
-    some = 1, min(20, len(rows.codes))
-    assert torch.equal(found._matrix().dequantize(*some), rows._matrix().dequantize(*some))
-    unlike = torch.randn(num_inputs, columns, generator=generator).mul(spread).exp()
-    inputs = torch.randn(num_inputs, columns, generator=generator).mul(unlike).mul(size).to(dtype).float()
-    weight = rows.dequantize().double()
-    products = found._matrix().multiply(inputs)
-    assert ((products - inputs.double() @ weight.T).abs() <= most_error(inputs.double(), weight)).all()
-    rounded = found._matrix().multiply_rounded(inputs)
-    of_rows = rows._matrix().multiply_rounded(inputs)
-    assert ((rounded - of_rows).abs() <= most_error(inputs.double(), weight)).all()
-    for alone in (0, num_inputs - 1):
-        one = inputs[alone : alone + 1]
-        assert torch.equal(found._matrix().multiply(one), products[alone : alone + 1])
-        assert torch.equal(found._matrix().multiply_rounded(one), rounded[alone : alone + 1])
+    version, kind = known
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "strips_version", lambda: version)
+        generator = torch.Generator().manual_seed(seed)
+        columns = blocks * block(kind)
+        rows = row_by_row(kind, strips * kernels.STRIP, columns, generator, torch.float32)
+        found = rows.for_device(CPU)
+        assert isinstance(found, InStrips)
+        assert sum(one.nbytes for one in found.tensors().values()) == sum(one.nbytes for one in rows.tensors().values())
+        assert torch.equal(found._as_rows().codes, rows.codes)
+        assert torch.equal(found.dequantize(), rows.dequantize())
+        some = 1, min(20, len(rows.codes))
+        assert torch.equal(found._matrix().dequantize(*some), rows._matrix().dequantize(*some))
+        unlike = torch.randn(num_inputs, columns, generator=generator).mul(spread).exp()
+        inputs = torch.randn(num_inputs, columns, generator=generator).mul(unlike).mul(size).to(dtype).float()
+        weight = rows.dequantize().double()
+        products = found._matrix().multiply(inputs)
+        assert ((products - inputs.double() @ weight.T).abs() <= most_error(inputs.double(), weight)).all()
+        rounded = found._matrix().multiply_rounded(inputs)
+        of_rows = rows._matrix().multiply_rounded(inputs)
+        assert ((rounded - of_rows).abs() <= most_error(inputs.double(), weight)).all()
+        for alone in (0, num_inputs - 1):
+            one = inputs[alone : alone + 1]
+            assert torch.equal(found._matrix().multiply(one), products[alone : alone + 1])
+            assert torch.equal(found._matrix().multiply_rounded(one), rounded[alone : alone + 1])
 
 
-@only_with_strips
-@pytest.mark.parametrize("kind", KINDS_IN_STRIPS, ids=str)
 def test_numbers_that_are_none_and_zeros_stay_with_their_input(kind: int | None) -> None:
     generator = torch.Generator().manual_seed(1)
     matrix = row_by_row(kind, 32, 512, generator, torch.float32).for_device(CPU)
@@ -109,7 +138,7 @@ def test_numbers_that_are_none_and_zeros_stay_with_their_input(kind: int | None)
     assert torch.equal(found[[1, 3, 5, 6, 7, 8]], expected[[1, 3, 5, 6, 7, 8]])
 
 
-@only_with_strips
+@only_with_int8
 def test_all_three_digits_are_exact() -> None:
     """Each row takes one column, and 24 bits have room for all these numbers."""
     generator = torch.Generator().manual_seed(2)
@@ -127,8 +156,26 @@ def test_all_three_digits_are_exact() -> None:
     assert torch.equal(matrix.multiply(short), short)
 
 
-@only_with_strips
-@pytest.mark.parametrize("kind", KINDS_IN_STRIPS, ids=str)
+def test_the_largest_sums_have_room(kind: int | None) -> None:
+    """AVX2 adds up products of bytes in 16 bits."""
+    rows = row_by_row(kind, 16, 2 * block(kind), torch.Generator().manual_seed(8), torch.float32)
+    scales = rows.codes.clone()
+    for byte in (0, 0xFF, 0x0F, 0xF0):
+        rows.codes.view(torch.uint8).fill_(byte if kind is not INT8 else max(byte, 1))
+        if kind is not INT8:  # where scales are, as they were
+            size = KINDS[kind][2]
+            numbers = slice(-2, None) if kind == 14 else slice(0, 16 if kind in (12, 13) else 4)
+            blocks = (len(rows.codes), -1, size)
+            rows.codes.view(blocks)[..., numbers] = scales.view(blocks)[..., numbers]
+        matrix, weight = rows.for_device(CPU)._matrix(), rows.dequantize().double()
+        for digits in ((127, 127, 127), (127, -128, -128), (-127, 127, 127), (-127, -128, -128), (127, 0, -128)):
+            number = digits[0] * 65536 + digits[1] * 256 + digits[2]
+            inputs = torch.full((3, rows.shape[1]), float(number))
+            expected, explained = inputs.double() @ weight.T, 8 * most_error(inputs.double(), weight)  # all the largest
+            assert ((matrix.multiply(inputs) - expected).abs() <= explained).all()
+            assert ((matrix.multiply_rounded(inputs) - expected).abs() <= explained).all()
+
+
 def test_parts(kind: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole strips stay strips; other rows, and columns, are those of the same weights."""
     generator = torch.Generator().manual_seed(3)
@@ -151,8 +198,6 @@ def test_parts(kind: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(strips.linear(inputs), expected)
 
 
-@only_with_strips
-@pytest.mark.parametrize("kind", KINDS_IN_STRIPS, ids=str)
 def test_several_matrices(kind: int | None) -> None:
     """Experts, also where weights are put together: what stays in strips has whole ones."""
     generator = torch.Generator().manual_seed(5)
@@ -179,8 +224,6 @@ def dequantized(weight: PackedView | Tensor) -> Tensor:
     return weight.dequantize()
 
 
-@only_with_strips
-@pytest.mark.parametrize("kind", KINDS_IN_STRIPS, ids=str)
 def test_to_another_process(kind: int | None) -> None:
     matrix = row_by_row(kind, 32, block(kind), torch.Generator().manual_seed(6), torch.float32).for_device(CPU)
     ours, theirs = socket.socketpair()
@@ -193,14 +236,14 @@ def test_to_another_process(kind: int | None) -> None:
     assert torch.equal(found.dequantize(), matrix.dequantize())
 
 
-@only_with_strips
+@only_with_int8
 def test_rows_that_are_no_whole_strips_are_refused() -> None:
     for make in (kernels.into_strips, lambda codes: kernels.MatrixInStrips(codes, torch.ones(24, 1))):
         with pytest.raises(ValueError, match="24 rows aren't whole strips of 16"):
             make(torch.ones(24, 32, dtype=torch.int8))
 
 
-@only_with_strips
+@only_with_int8
 def test_what_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(4)
     for rows, columns in ((24, 64), (32, 48)):
@@ -210,10 +253,36 @@ def test_what_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert type(LlmInt8.quantize(weight).for_device(CPU)) is LlmInt8
     strips = Int8.quantize(weight).for_device(CPU)
     assert strips.for_device(CPU) is strips
-    monkeypatch.setattr(kernels, "level", lambda: 3)
+    monkeypatch.setattr(kernels, "strips_version", lambda: 2)
     assert type(Int8.quantize(weight).for_device(CPU)) is Int8
 
 
 def test_strips_are_only_made_where_they_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "library", lambda: None)
     assert type(Int8.quantize(torch.ones(32, 64)).for_device(CPU)) is Int8
+
+
+@pytest.mark.skipif(len(VERSIONS) < 2, reason="one version runs here")
+@pytest.mark.parametrize("of", sorted(kernels.IN_STRIPS - {8, 14}), ids=str)
+def test_all_processors_compute_the_same(of: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last bit: the server that takes another's place may have another processor."""
+    generator = torch.Generator().manual_seed(7)
+    columns = 2048 // block(of) * block(of) + block(of)
+    rows = row_by_row(of, 48, columns, generator, torch.float32)
+    for num_inputs in (1, 2, 3, 6, 65):
+        inputs = torch.randn(num_inputs, columns, generator=generator)
+        inputs *= torch.randn(num_inputs, columns, generator=generator).mul(3).exp()
+        found = []
+        for version in VERSIONS:
+            monkeypatch.setattr(kernels, "strips_version", lambda version=version: version)
+            matrix = rows.for_device(CPU)._matrix()
+            found.append(torch.stack([matrix.multiply(inputs), matrix.multiply_rounded(inputs)]))
+        assert all(torch.equal(one, found[0]) for one in found)
+
+
+@only_with_strips
+def test_unknown_kinds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "strips_version", lambda: 2)
+    for gguf in (None, (8, 32), (14, 256), (10, 256)):
+        with pytest.raises(ValueError, match="doesn't multiply such weights in strips"):
+            kernels.MatrixInStrips(torch.ones(16, 210, dtype=torch.int8), torch.ones(16, 1), gguf=gguf)

@@ -6,9 +6,9 @@
     decoded      forms whose rows are decoded: our own of 2 to 6 bits, those of published checkpoints and of GGUF files
     block_search  rounds weights into blocks of GGUF: q8_0, q6_k, q5_k, q4_k
     kernels      products on CPUs, in C: kernels.c chooses among products.h as compiled for three kinds of processors,
-                 int8_kernels.c among int8_products.h, whose inputs are rounded to 8 bits (`--activations`); strips.c
-                 multiplies weights that are arranged for it (`packed.InStrips`), on processors that multiply bytes; the
-                 fastest way to multiply on this processor
+                 int8_kernels.c among int8_products.h, whose inputs are rounded to 8 bits (`--activations`), strips.c
+                 among strips.h, for weights that are arranged for it (`packed.InStrips`); the fastest way to multiply
+                 on this processor
     step         a decode step as a line of operations, which step.h runs in one call on CPUs
     cuda         products on CUDA: the matrices that the next one takes
     cuda_products  their kernel in Triton, for a few inputs and all forms

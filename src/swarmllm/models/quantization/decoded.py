@@ -18,7 +18,7 @@ own scales. A few inputs are multiplied by `gguf_blocks.h`, which has the kinds 
 other kinds, which are rare, and all on CUDA. But there, Q4_0 and Q8_0 become codes and scales: the same numbers in as
 many bytes. `models/published_formats/gguf` makes them.
 
-`GgufStrips`: the same in strips of 16 rows, on processors for which `strips.c` is (AVX-512 with VNNI).
+`GgufStrips`: the same in strips of 16 rows, on processors that have a version of `strips.h` for the kind.
 """
 
 import functools
@@ -414,7 +414,7 @@ class GgufBlocks(Decoded):
             device.type == "cpu"
             and self.kind in STRIPS
             and self.shape[-2] % kernels.STRIP == 0
-            and kernels.has_strips()
+            and kernels.has_strips(self.kind)
         ):
             return STRIPS[self.kind](kernels.into_strips(self.codes, self.kind), self.dtype)
         if device.type != "cuda" or self.kind not in (Q4_0, Q8_0):

@@ -15,15 +15,18 @@ void swarmllm_help_3(step *, int64_t);
 void swarmllm_help_4(step *, int64_t);
 #endif
 
-/* Whether strips.c is for this processor, if it is used at this LEVEL. */
-int64_t swarmllm_has_strips(int64_t level) {
+/* Which version of strips.h multiplies at a LEVEL that the processor has: 4 and 3 have instructions for products of bytes,
+ * 2 knows no codes of 6 and 8 bits, 0 is none. */
+int64_t swarmllm_strips_version(int64_t level) {
 #ifdef WIDER
     __builtin_cpu_init();
-    return level >= 4 && __builtin_cpu_supports("avx512vnni");
-#else
+    if (level >= 4 && __builtin_cpu_supports("avx512vnni"))
+        return 4;
+    if (level >= 3)
+        return __builtin_cpu_supports("avxvnni") ? 3 : 2;
+#endif
     (void)level;
     return 0;
-#endif
 }
 
 /* By which kernels.py sees whether it was written for what has been compiled. */

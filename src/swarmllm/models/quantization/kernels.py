@@ -42,7 +42,10 @@ WORTH_ROUNDING = 1 << 16
 STRIP = 16
 """Rows that are side by side in a strip."""
 IN_STRIPS = frozenset({2, 3, 6, 7, 8, 12, 13, 14})
-"""Kinds of GGUF's blocks that `strips.c` knows: Q4_0 to Q8_0, Q4_K to Q6_K."""
+"""Kinds of GGUF's blocks that `strips.h` knows: Q4_0 to Q8_0, Q4_K to Q6_K."""
+_BY_VNNI = frozenset({None, 8, 14})
+"""Of them, and of int8 (None): those with codes of 6 and 8 bits."""
+_Q4_0 = 2
 _ROUNDED_KINDS = frozenset({8, 12, 13, 14})
 _PAIRS, _PLANES = 0, 3
 _CODES = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.uint8: 4}
@@ -88,7 +91,7 @@ def library() -> Any:
     except OSError as error:
         logger.warning("weights of few bits multiply slowly here, since swarmllm was installed without gcc (%s)", error)
         return None
-    is_complete = hasattr(found, "swarmllm_open_strips")
+    is_complete = hasattr(found, "swarmllm_strips_version")
     if not is_complete or getattr(found, "swarmllm_weight_bytes", int)() != ctypes.sizeof(_Weight):
         logger.warning(
             "weights of few bits multiply slowly, since %s is of another version: install swarmllm anew", path
@@ -115,15 +118,13 @@ def library() -> Any:
     found.swarmllm_arrange.argtypes = (
         ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p
     )  # fmt: skip
-    found.swarmllm_has_strips.argtypes = (ctypes.c_int64,)
-    found.swarmllm_has_strips.restype = ctypes.c_int64
     found.swarmllm_multiply_strips.restype = found.swarmllm_prepare_inputs.restype = None
     found.swarmllm_open_strips.argtypes = (
         ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p
     )  # fmt: skip
     found.swarmllm_arrange.restype = found.swarmllm_open_strips.restype = None
-    found.swarmllm_rounded_bytes.argtypes = found.swarmllm_int8_version.argtypes = (ctypes.c_int64,)
-    found.swarmllm_rounded_bytes.restype = found.swarmllm_int8_version.restype = ctypes.c_int64
+    for choice in (found.swarmllm_rounded_bytes, found.swarmllm_int8_version, found.swarmllm_strips_version):
+        choice.argtypes, choice.restype = (ctypes.c_int64,), ctypes.c_int64
     found.swarmllm_round.restype = None
     found.swarmllm_multiply.restype = found.swarmllm_dequantize.restype = None
     found.swarmllm_round_inputs.restype = found.swarmllm_multiply_rounded.restype = None
@@ -148,9 +149,20 @@ def rounded_bytes(columns: int) -> int:
     return int(library().swarmllm_rounded_bytes(columns))
 
 
-def has_strips() -> bool:
-    """True if this processor multiplies weights in strips (`strips.c`)."""
-    return library() is not None and bool(library().swarmllm_has_strips(level()))
+def strips_version() -> int:
+    """The compiled version of products with weights in strips (`strips.h`): 4 with AVX-512's VNNI, 3 with AVX-VNNI, 2
+    with AVX2, 0 if there is none."""
+    return 0 if library() is None else _strips_version_at(level())
+
+
+@functools.cache
+def _strips_version_at(level: int) -> int:
+    return int(library().swarmllm_strips_version(level))
+
+
+def has_strips(gguf_kind: int | None = None) -> bool:
+    """True if this processor multiplies strips of int8 codes, or of GGUF's blocks of a kind."""
+    return strips_version() > (2 if gguf_kind in _BY_VNNI else 0) and (gguf_kind is None or gguf_kind in IN_STRIPS)
 
 
 def into_strips(codes: Tensor, gguf_kind: int | None = None, *, back: bool = False) -> Tensor:
@@ -263,7 +275,7 @@ class Matrix:
             codes.shape[1] // groups,
             0 if zero is None else _NUMBERS[zero.dtype],
             0,
-            False,
+            0,
             *(None if one is None else one.data_ptr() for one in self._tensors),
         )
 
@@ -333,8 +345,10 @@ class MatrixInStrips(Matrix):
     def __init__(self, codes: Tensor, scale: Tensor | None = None, *, gguf: tuple[int, int] | None = None) -> None:
         if codes.shape[0] % STRIP:  # the kernels would read beyond the end
             raise ValueError(f"{codes.shape[0]} rows aren't whole strips of {STRIP}")
+        if not has_strips(None if gguf is None else gguf[0]):
+            raise ValueError("this processor doesn't multiply such weights in strips")
         super().__init__(codes, scale, gguf=gguf)
-        self._weight.in_strips = True
+        self._weight.in_strips = strips_version()
         self._row_bytes = codes.shape[1]
 
     def multiply(self, inputs: Tensor) -> Tensor:
@@ -437,16 +451,23 @@ def most_inputs(dtype: torch.dtype, *, in_strips: bool = False) -> int:
     The kernels' time grows with the inputs, torch's begins with the decoding. Measured (5632×2048, int8, one thread,
     Zen 5): with AVX-512 the kernels are faster for up to 24 inputs in bfloat16, which has instructions of its own, and
     always in float32, where 128 take 17 ms against 34; with AVX2 for up to 128, which take 30 against 32. `in_strips`
-    (Zen 4): for up to some 20 inputs in bfloat16, and always in float32, where 128 take 23 ms against 37.
+    (Zen 4): for up to some 20 inputs in bfloat16, and always in float32, where 128 take 23 ms against 37. Measured with
+    int8; where no strips of int8 are known, with Q4_0.
     """
     codes, wide = torch.zeros(1024, 2048, dtype=torch.int8), computing_dtype(dtype, torch.device("cpu"))
-    matrix = (MatrixInStrips if in_strips else Matrix)(codes, torch.ones(1024, 1))
+    of_int8 = not in_strips or has_strips()
+    if of_int8:
+        matrix = (MatrixInStrips if in_strips else Matrix)(codes, torch.ones(1024, 1))
+    else:
+        matrix = MatrixInStrips(torch.zeros(1024, 1152, dtype=torch.uint8), gguf=(_Q4_0, 2048))
     inputs = torch.zeros(AT_A_TIME, 2048, dtype=dtype)
     few_s, many_s = _by_torch_s(codes, wide, AT_A_TIME), _by_torch_s(codes, wide, MANY)
     each_s = (many_s - few_s) / (MANY - AT_A_TIME)
     kernels_s = _least_s(lambda: matrix.multiply(inputs.float()).to(dtype))
     more_s = kernels_s / AT_A_TIME - each_s  # for each input
     decoding_s = few_s - each_s * AT_A_TIME
+    if not of_int8:  # strip by strip: larger ones would take new memory
+        decoding_s = 1024 // STRIP * _least_s(lambda: matrix.dequantize(0, STRIP))
     return NO_LIMIT if more_s <= 0 else max(AT_A_TIME, int(decoding_s / more_s))
 
 

@@ -243,7 +243,8 @@ _exact: ContextVar[bool] = ContextVar("exact", default=False)
 
 @contextmanager
 def exact_inputs() -> Iterator[None]:
-    """Within: no product rounds its inputs, as without `--activations`. For training, whose backward doesn't either."""
+    """Within: no product rounds its inputs, as without `--activations`: for training, whose backward doesn't round, and
+    for strict comparisons."""
     token = _exact.set(True)
     try:
         yield
@@ -330,7 +331,7 @@ class Int8(Packed):
 
 
 class InStrips(Packed):
-    """A form whose codes are in strips (`strips.c`): those of 16 rows side by side, as some processors multiply best.
+    """A form whose codes are in strips (`strips.h`): those of 16 rows side by side, as some processors multiply best.
 
     It comes before the form of rows among the bases of a class. Only whole strips can be taken without a copy.
     """

@@ -12,8 +12,8 @@ typedef struct {
     int32_t divides;             /* whether `factor` divides the scale */
     int32_t group_bytes;         /* of the codes of a group of PLANES */
     int32_t zero_kind;
-    int32_t rounds_inputs;       /* whether steps (step.h) and strips.c multiply by inputs of 8 bits */
-    int32_t in_strips;           /* whether the codes are in the order of strips.c */
+    int32_t rounds_inputs;       /* whether steps (step.h) and strips.h multiply by inputs of 8 bits */
+    int32_t in_strips;           /* 0, or the version of strips.h for codes in strips */
     const uint8_t *codes;        /* [rows, bytes of a row], or as many bytes in strips */
     const void *scale;           /* [rows, groups]; GGUF's are among the codes */
     const void *zero;            /* [rows, groups] or NULL */
@@ -62,7 +62,7 @@ void swarmllm_round_inputs(int64_t version, const float *inputs, int64_t num, in
 void swarmllm_multiply_rounded(int64_t version, const weight *w, int64_t start, int64_t end, const void *rounded,
                                int64_t num_inputs, float *outputs, int64_t stride);
 
-/* Weights in strips, of strips.c. */
+/* Weights in strips, of strips.c and strips.h. */
 #define SIDE 16 /* rows of a strip */
 void swarmllm_arrange(int64_t kind, int64_t back, const uint8_t *from, int64_t strips, int64_t row_bytes, uint8_t *to);
 void swarmllm_prepare_inputs(const weight *w, const float *inputs, int64_t num, void *made);
