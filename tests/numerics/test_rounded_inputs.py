@@ -23,6 +23,8 @@ from swarmllm.models.quantization.packed import Int8, LlmInt8, Packed, exact_inp
 from swarmllm.models.quantization.weight import QuantizedWeight
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
+from swarmllm.models.span.packing import Packing
+from swarmllm.models.span.packing_probe import right_ways
 from swarmllm.models.span.trials import random_inputs
 
 pytestmark = pytest.mark.skipif(kernels.library() is None, reason="the kernels are not compiled")
@@ -218,6 +220,25 @@ def test_sessions_round_and_forwards_without_them_do_not(llama: Path) -> None:
     whole = in_session(rounded, [12])
     assert 1e-4 < relative_error(whole, in_session(exact, [12])) < 3e-2
     assert relative_error(in_session(rounded, [1] * 12), whole) < 1e-2
+
+
+@pytest.mark.parametrize(("difference", "is_rounding"), [(1e-3, True), (1.0, False)])
+def test_ways_of_packing_may_round_other_numbers(
+    difference: float, is_rounding: bool, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the last bit decides between two of 255 numbers, ways differ by more than the last bit, and are right."""
+    checkpoint, quantization = open_checkpoint(str(llama)), Quantization("int8", smallest=0)
+    blocks = load_block_span(checkpoint, Span(0, 2), quantization=quantization, activations="int8", progress=False)
+    expected = right_ways(blocks)
+    assert Packing.TRACED in expected
+    multiply = Packed._multiply_rounded
+
+    def depending_on_others(packed: Packed, inputs: Tensor) -> Tensor:
+        return multiply(packed, inputs) * (1 + difference * len(inputs))
+
+    monkeypatch.setattr(Packed, "_multiply_rounded", depending_on_others)
+    found = right_ways(blocks)
+    assert set(found) - {Packing.TRACED} == ({*expected} - {Packing.TRACED} if is_rounding else {Packing.ONE_BY_ONE})
 
 
 def relative_error(got: Tensor, wanted: Tensor) -> float:
