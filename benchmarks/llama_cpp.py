@@ -2,7 +2,7 @@
 
     pip install --target /tmp/gguf gguf                    # writes the file; never a dependency
     cmake -B /tmp/llama -DGGML_RPC=ON … && cmake --build /tmp/llama --target llama-bench ggml-rpc-server
-    PYTHONPATH=/tmp/gguf python benchmarks/llama_cpp.py /tmp/llama/bin [--kinds Q8_0 Q4_0] [--shape 2048x16]
+    PYTHONPATH=/tmp/gguf python benchmarks/llama_cpp.py /tmp/llama/bin [--kinds Q8_0 Q4_K] [--shape 2048x16]
 
 One process: our blocks in this process against `llama-bench`, both with one thread. (Ours lacks embeddings and head,
 which take 1 % with the small vocabulary of these models.) Two servers: two of ours, each with half of the blocks, and a
@@ -30,6 +30,7 @@ from swarmllm import AutoDistributedModel, ClientConfig, LocalSwarm
 from swarmllm.data_structures import Span
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
+from swarmllm.models.quantization import block_search
 from swarmllm.models.span.loading import load_block_span
 from swarmllm.models.span.packing import Packer, SessionCall
 from swarmllm.models.span.packing_probe import right_ways
@@ -37,6 +38,8 @@ from swarmllm.models.span.span_cache import SpanCache
 
 VOCABULARY = 4096
 DECODED = 32
+SEARCHED = ("Q4_K", "Q5_K", "Q6_K")
+"""Kinds into which the package gguf rounds nothing."""
 MATRICES = {
     "attn_q": ("hidden", "hidden"),
     "attn_k": ("keys", "hidden"),
@@ -57,7 +60,10 @@ def save_model(shape: str, kind: str, directory: Path) -> Path:
     stored, random = gguf.GGMLQuantizationType[kind], np.random.default_rng(0)
 
     def matrix(rows: int, columns: int) -> np.ndarray:
-        return gguf.quants.quantize(random.normal(0, 0.02, (rows, columns)).astype(np.float32), stored)
+        weights = random.normal(0, 0.02, (rows, columns)).astype(np.float32)
+        if kind in SEARCHED:
+            return block_search.quantize(torch.from_numpy(weights), int(stored)).numpy()
+        return gguf.quants.quantize(weights, stored)
 
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(8192)
@@ -165,7 +171,7 @@ def measure(arguments: argparse.Namespace, kind: str, directory: Path) -> dict[s
     path, sizes = save_model(arguments.shape, kind, directory), SHAPES[arguments.shape]
     torch.set_num_threads(1)
     span = Span(0, sizes["blocks"])
-    blocks = load_block_span(open_checkpoint(str(path)), span, progress=False)
+    blocks = load_block_span(open_checkpoint(str(path)), span, activations=arguments.activations, progress=False)
     packers = [Packer(blocks, right_ways(blocks))]
     packers[0].trace()
     del blocks
@@ -177,7 +183,12 @@ def measure(arguments: argparse.Namespace, kind: str, directory: Path) -> dict[s
     packers.clear()  # the servers need the memory
     middle = sizes["blocks"] // 2
     with (
-        LocalSwarm(path, spans=[(0, middle), (middle, sizes["blocks"])], num_threads=1) as swarm,
+        LocalSwarm(
+            path,
+            spans=[(0, middle), (middle, sizes["blocks"])],
+            num_threads=1,
+            activations=arguments.activations,
+        ) as swarm,
         rpc_servers(arguments.bin) as rpc,
     ):
         config = ClientConfig(initial_peers=tuple(swarm.initial_peers), speculation="off")
@@ -194,8 +205,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("bin", type=Path, help="directory of llama-bench and rpc-server")
     parser.add_argument("--shape", choices=SHAPES, default="2048x16")
-    parser.add_argument("--kinds", nargs="+", default=["Q8_0", "Q4_0"])
+    parser.add_argument("--kinds", nargs="+", default=["Q8_0", "Q4_K"])
     parser.add_argument("--prompts", nargs="+", type=int, default=[128, 512])
+    parser.add_argument("--activations", choices=["none", "int8"], default="none", help="of our servers")
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
     results: dict[str, Any] = {}
