@@ -7,7 +7,7 @@ makes a `Packer` of the result.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 
@@ -56,18 +56,24 @@ def right_ways(span: BlockSpan) -> list[Packing]:
     ways, probes = [way for way in Packing if not left_out.get(way)], _probes(span, (STRICT, LENIENT))
     with worthwhile_threads(span.slots), span.alone():
         with exact_inputs():
-            ways = [way for way in ways if way == Packing.ONE_BY_ONE or all(probe.agrees(way) for probe in probes)]
+            ways = _agreed(ways, probes, PackingProbe.agrees)
         if span.rounds_inputs:  # where the last bit decides, another way rounds to another number: up to 0.12, measured
             rounding = _probes(span, (LENIENT,))  # new ones: steps that were recorded don't round
-            ways = [way for way in ways if way == Packing.ONE_BY_ONE or all(probe.agrees(way) for probe in rounding)]
+            ways = _agreed(ways, rounding, PackingProbe.agrees)
     if span.is_together:
-        ways = [way for way in ways if way == Packing.ONE_BY_ONE or all(probe.agrees_together(way) for probe in probes)]
+        ways = _agreed(ways, probes, PackingProbe.agrees_together)
     return ways
 
 
 def _probes(span: BlockSpan, limits: Sequence[float]) -> "list[PackingProbe]":
     forward, inputs = PackedForward(span), random_inputs(span, min(SEQ, span.max_positions or SEQ), batch_size=3)
     return [PackingProbe(forward, part, inputs, limits) for part in parts_of_each_kind(span)]
+
+
+def _agreed(
+    ways: list[Packing], probes: "list[PackingProbe]", agrees: "Callable[[PackingProbe, Packing], bool]"
+) -> list[Packing]:
+    return [way for way in ways if way == Packing.ONE_BY_ONE or all(agrees(probe, way) for probe in probes)]
 
 
 class PackingProbe:
