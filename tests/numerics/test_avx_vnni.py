@@ -1,4 +1,4 @@
-"""What is compiled for AVX2 with AVX-VNNI, on processors that have the same instructions in AVX-512's form only."""
+"""The kernels for AVX2 with AVX-VNNI, on processors that have the same instructions in AVX-512's form only."""
 
 import ctypes
 import shutil

@@ -32,7 +32,7 @@ from torch import Tensor
 from transformers.integrations.gguf import dequant
 
 from swarmllm.models.quantization import cuda, kernels
-from swarmllm.models.quantization.kernels import kernels_take
+from swarmllm.models.quantization.kernels import Q4_0, Q8_0, kernels_take
 from swarmllm.models.quantization.packed import InStrips, Packed, divided, row_slices
 from swarmllm.models.quantization.rules import GROUP, SCALE_DTYPE
 
@@ -373,9 +373,6 @@ KINDS: dict[int, tuple[str, int, int]] = {
     **{number: own[:3] for number, own in _OWN.items()},
 }
 """Number of a kind → (its name, weights of a block, its bytes)."""
-
-
-Q4_0, Q8_0 = 2, 8
 
 
 KERNELS = frozenset({2, 3, 6, 7, 8, 10, 11, 12, 13, 14, 20, 23})

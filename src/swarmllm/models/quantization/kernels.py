@@ -41,11 +41,10 @@ WORTH_ROUNDING = 1 << 16
 """Weights. Assumed: rounding them takes some hundred times as long as multiplying them."""
 STRIP = 16
 """Rows that are side by side in a strip."""
-IN_STRIPS = frozenset({2, 3, 6, 7, 8, 12, 13, 14})
-"""Kinds of GGUF's blocks that `strips.h` knows: Q4_0 to Q8_0, Q4_K to Q6_K."""
-_BY_VNNI = frozenset({None, 8, 14})
-"""Of them, and of int8 (None): those with codes of 6 and 8 bits."""
-_Q4_0 = 2
+Q4_0, Q8_0 = 2, 8
+"""GGUF's numbers of these kinds of blocks."""
+IN_STRIPS = {Q4_0: 2, 3: 2, 6: 2, 7: 2, Q8_0: 3, 12: 2, 13: 2, 14: 3}
+"""Kinds of GGUF's blocks that `strips.h` knows, Q4_0 to Q8_0 and Q4_K to Q6_K, and the least version that does."""
 _ROUNDED_KINDS = frozenset({8, 12, 13, 14})
 _PAIRS, _PLANES = 0, 3
 _CODES = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.uint8: 4}
@@ -162,7 +161,8 @@ def _strips_version_at(level: int) -> int:
 
 def has_strips(gguf_kind: int | None = None) -> bool:
     """True if this processor multiplies strips of int8 codes, or of GGUF's blocks of a kind."""
-    return strips_version() > (2 if gguf_kind in _BY_VNNI else 0) and (gguf_kind is None or gguf_kind in IN_STRIPS)
+    least = IN_STRIPS[Q8_0] if gguf_kind is None else IN_STRIPS.get(gguf_kind)
+    return least is not None and strips_version() >= least
 
 
 def into_strips(codes: Tensor, gguf_kind: int | None = None, *, back: bool = False) -> Tensor:
@@ -459,7 +459,7 @@ def most_inputs(dtype: torch.dtype, *, in_strips: bool = False) -> int:
     if of_int8:
         matrix = (MatrixInStrips if in_strips else Matrix)(codes, torch.ones(1024, 1))
     else:
-        matrix = MatrixInStrips(torch.zeros(1024, 1152, dtype=torch.uint8), gguf=(_Q4_0, 2048))
+        matrix = MatrixInStrips(torch.zeros(1024, 1152, dtype=torch.uint8), gguf=(Q4_0, 2048))
     inputs = torch.zeros(AT_A_TIME, 2048, dtype=dtype)
     few_s, many_s = _by_torch_s(codes, wide, AT_A_TIME), _by_torch_s(codes, wide, MANY)
     each_s = (many_s - few_s) / (MANY - AT_A_TIME)

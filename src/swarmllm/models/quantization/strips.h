@@ -57,9 +57,7 @@ INLINE part halves_of(const uint8_t *from) { return halves(_mm256_loadu_si256((c
 INLINE int32_t largest_of(whole words) { return _mm512_reduce_max_epi32(words); }
 INLINE int32_t total_of(whole words) { return _mm512_reduce_add_epi32(words); }
 INLINE void store_lowest_bytes(int8_t *to, whole words) { _mm_storeu_si128((__m128i *)to, _mm512_cvtepi32_epi8(words)); }
-#ifdef VNNI
 INLINE whole plus_products(whole sums, whole codes, whole numbers) { return _mm512_dpbusd_epi32(sums, codes, numbers); }
-#endif
 /* Codes, and above them the bits of other bytes that come to the bits of `mask` if these are moved to the left. */
 INLINE whole with_bits(whole codes, whole bytes, int left, int mask) {
     whole moved = _mm512_rolv_epi32(bytes, _mm512_set1_epi32(left & 31));
