@@ -12,6 +12,7 @@
 
 #ifdef __GNUC__
 #define PREFETCH(from) __builtin_prefetch(from)
+#define PREFETCH_SECOND(from) __builtin_prefetch(from, 0, 2) /* into the second cache */
 #define APART static __attribute__((noinline))
 #define ALIGNED __attribute__((aligned(64))) /* to lines of caches */
 #define IN_MEMORY(array) __asm__("" : "+m"(array)) /* so that it is read from there, and not taken out of a wide register */
@@ -20,6 +21,7 @@
 #define ALIGNED
 #define IN_MEMORY(array) (void)(array)
 #define PREFETCH(from) (void)(from)
+#define PREFETCH_SECOND(from) (void)(from)
 #endif
 
 #define PASTED(name, level) swarmllm_##name##_##level

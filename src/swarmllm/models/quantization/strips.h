@@ -29,7 +29,8 @@
 #define WORDS 8             /* of 4 columns, in a group */
 #define TOGETHER 4          /* inputs, whose sums fit into the registers */
 #define TOGETHER_EXACT (LEVEL == 4 ? 4 : 2) /* the same of inputs of three digits: AVX2 has fewer registers */
-#define AHEAD 2048          /* bytes */
+#define AHEAD 12288         /* bytes */
+#define AHEAD_OF_LITTLE 384 /* if there is little to compute */
 #define COLUMNS_AT_ONCE 1024 /* of many inputs: of some inputs, they stay in the first cache */
 #define INPUTS_AT_ONCE 64   /* whose columns, of 256 KB, stay in the second one */
 #define PARTS (SIDE / LANES) /* of a strip: what one register holds of its rows */
@@ -170,7 +171,9 @@ void OF_VERSION(prepare_inputs)(const weight *w, const float *inputs, int64_t nu
 typedef struct {
     int num, digits;
     const prepared *inputs;
-    int64_t step; /* from input to input */
+    int64_t step;         /* from input to input */
+    const uint8_t *ahead; /* to be asked for next, so many bytes with each group */
+    int64_t bytes_ahead;
     part sums[TOGETHER][PARTS];
 } products;
 
@@ -253,10 +256,12 @@ INLINE void add_least(products *p, const part *least) {
         }
 }
 
-/* Ask for what comes after AHEAD bytes: group by group, since processors wait for few lines of memory at once. */
-INLINE void ask_for(const uint8_t *strip, int bytes) {
-    for (int i = 0; i < bytes; i += 64)
-        PREFETCH(strip + AHEAD + i);
+/* Ask for what comes later: group by group, since processors wait for few lines of memory at once. */
+INLINE void ask_ahead(products *p) {
+    const uint8_t *at = p->ahead;
+    p->ahead += p->bytes_ahead;
+    for (; at < p->ahead; at += 64)
+        PREFETCH_SECOND(at);
 }
 
 /* Number i of 4 bytes of the rows of each part, and of 2 bytes. */
@@ -364,7 +369,7 @@ INLINE void add_strip(int kind, const uint8_t *strip, const uint8_t *stop, produ
     int groups = kind == Q4_K || kind == Q5_K || kind == Q6_K ? 8 : 1;
     for (; strip < stop; strip += SIDE * size)
         for (int g = 0; g < groups; g++, p->inputs++) {
-            ask_for(strip + g * SIDE * size / groups, SIDE * size / groups);
+            ask_ahead(p);
             if (kind == Q6_K)
                 add_q6_group(strip, g, p);
             else if (groups == 1)
@@ -377,11 +382,13 @@ INLINE void add_strip(int kind, const uint8_t *strip, const uint8_t *stop, produ
 }
 
 /* A function for each kind and number of inputs and digits, so that GCC keeps all sums in registers. */
-typedef void products_of(const uint8_t *, const uint8_t *, const prepared *, int64_t, part (*)[PARTS]);
+typedef void products_of(const uint8_t *, const uint8_t *, const prepared *, int64_t, const uint8_t *, int64_t,
+                         part (*)[PARTS]);
 #define OF(kind, num, digits)                                                                                \
     APART void strip_##kind##_##num##_##digits(const uint8_t *strip, const uint8_t *stop, const prepared *inputs, \
-                                               int64_t step, part(*sums)[PARTS]) {                           \
-        products p = {num, digits, inputs, step, {{{0}}}};                                                   \
+                                               int64_t step, const uint8_t *ahead, int64_t bytes_ahead,     \
+                                               part(*sums)[PARTS]) {                                         \
+        products p = {num, digits, inputs, step, ahead, bytes_ahead, {{{0}}}};                               \
         memcpy(p.sums, sums, num * sizeof *sums);                                                            \
         add_strip(kind, strip, stop, &p);                                                                    \
         memcpy(sums, p.sums, num * sizeof *sums);                                                            \
@@ -415,17 +422,29 @@ static products_of *products_for(int kind, int64_t num, int rounds) {
     }
 }
 
-/* Add the products of some columns of a strip to the outputs of the inputs [start, stop). */
-INLINE void add_inputs(const weight *w, const uint8_t *strip, int64_t columns, const prepared *inputs, int64_t start,
-                       int64_t stop, int is_first, float *outputs, int64_t stride) {
-    int64_t step = w->columns / GROUP, together = w->rounds_inputs ? TOGETHER : TOGETHER_EXACT, some;
-    const uint8_t *end = strip + SIDE * row_bytes(w) * columns / w->columns;
-    for (int64_t n = start; n < stop; n += some) {
+/* Add the products of some columns of a strip to the outputs of the inputs [start, stop). `next`: what is multiplied after
+ * it.
+ *
+ * A processor shouldn't wait for memory while it might multiply, so what comes later is brought into the second cache (what
+ * it works on needs the first one). Several passes over a strip share in asking for the next one. If there is little to
+ * compute, and blocks are read in their order, it asks for most by itself, and needs only the next bytes. Zen 4, weights
+ * in memory: one input 1.1 to 1.5 times as fast as without, 8 inputs of three digits 1.2 times, of one digit 2 times.
+ */
+INLINE void add_inputs(const weight *w, const uint8_t *strip, int64_t columns, const uint8_t *next, const prepared *inputs,
+                       int64_t start, int64_t stop, int is_first, float *outputs, int64_t stride) {
+    int64_t step = w->columns / GROUP, groups = columns / GROUP, bytes = SIDE * row_bytes(w) * groups / step;
+    int64_t together = w->rounds_inputs ? TOGETHER : TOGETHER_EXACT, passes = (stop - start + together - 1) / together;
+    int64_t work = (stop - start) * (w->rounds_inputs ? 1 : 2) * SIDE * columns;
+    int is_little = work <= 2 * bytes && w->codes_kind < Q2_K;
+    int64_t bytes_ahead = (bytes / groups + passes - 1) / passes, some;
+    const uint8_t *ahead = passes > 1 ? next : strip + (is_little ? AHEAD_OF_LITTLE : AHEAD);
+    for (int64_t n = start; n < stop; n += some, ahead += bytes_ahead * groups) {
         part sums[TOGETHER][PARTS] = {{{0}}};
         some = stop - n < together ? stop - n : together;
         for (int64_t one = 0; !is_first && one < some; one++)
             memcpy(sums[one], outputs + (n + one) * stride, sizeof sums[one]);
-        products_for(w->codes_kind, some, w->rounds_inputs != 0)(strip, end, inputs + n * step, step, sums);
+        products_for(w->codes_kind, some, w->rounds_inputs != 0)(strip, strip + bytes, inputs + n * step, step, ahead,
+                                                                 bytes_ahead, sums);
         for (int64_t one = 0; one < some; one++)
             memcpy(outputs + (n + one) * stride, sums[one], sizeof sums[one]);
     }
@@ -439,10 +458,12 @@ void OF_VERSION(multiply_strips)(const weight *w, int64_t start, int64_t end, co
     for (int64_t first = 0; first < num; first += INPUTS_AT_ONCE) { /* whose columns stay in a cache for all rows */
         int64_t stop = num - first < INPUTS_AT_ONCE ? num : first + INPUTS_AT_ONCE, columns;
         for (int64_t column = 0; column < w->columns; column += columns) {
+            const uint8_t *strips = w->codes + SIDE * bytes * column / w->columns, *strip, *next;
             columns = w->columns - column < most ? w->columns - column : most;
             for (int64_t row = start; row < end; row += SIDE) {
-                const uint8_t *strip = w->codes + row * bytes + SIDE * bytes * column / w->columns;
-                add_inputs(w, strip, columns, (const prepared *)inputs + column / GROUP, first, stop, column == 0,
+                strip = strips + row * bytes;
+                next = row + SIDE < end ? strip + SIDE * bytes : strips + start * bytes + SIDE * bytes * columns / w->columns;
+                add_inputs(w, strip, columns, next, (const prepared *)inputs + column / GROUP, first, stop, column == 0,
                            outputs + row, stride);
             }
         }
