@@ -155,6 +155,22 @@ def test_many_sessions_of_one_do_not_make_another_wait_twice_as_long(machine: Ma
 
 
 @FEW
+@given(MACHINES, st.integers(1, 12), st.integers(1, 100))
+def test_sessions_wait_at_most_twice_as_long_beside_another_clients(machine: Machine, few: int, more: int) -> None:
+    mine = [Client(Account("mine"), Priority.DECODE, f"mine {idx}") for idx in range(few)]
+    run(machine, [*mine, *flood([Priority.DECODE], few + more, peers=1)], 60 * machine.forward_s(few))
+    assert all(max(one.done[2:]) <= 2 * machine.forward_s(few) * 1.01 + 1e-6 for one in mine)
+
+
+@FEW
+@given(MACHINES, st.integers(2, 8), st.integers(1, 8))
+def test_clients_with_as_many_sessions_decode_together(machine: Machine, peers: int, sessions: int) -> None:
+    clients = flood([Priority.DECODE], peers * sessions, peers=peers)
+    run(machine, clients, 10 * machine.forward_s(peers * sessions))
+    assert {len(client.done) for client in clients} <= {10, 11}
+
+
+@FEW
 @given(MACHINES, st.integers(1, 60))
 def test_of_one_client_all_sessions_decode_together(machine: Machine, num: int) -> None:
     clients = flood([Priority.DECODE], num, peers=1)

@@ -9,8 +9,8 @@ these ask for. The rules of `Scheduler`, in this order:
 1.  Work that can't be packed runs alone, in turns. Training has `training_share` of the time even while others wait,
     and one turn per `patience_s`.
 2.  Decode steps that are ready go together. If only one account decodes, all of its steps go. If several accounts
-    decode, one step of each goes, and then more in turns until the forward takes twice as long as one step alone. So an
-    account with many sessions makes nobody else wait.
+    decode, as many steps of each go as the one with the fewest has, and then more in turns until the forward takes
+    twice as long as these few would take alone. So an account with many sessions makes nobody else wait.
 3.  Prefill steps get the rest of the budget, in pieces. While other sessions decode, or did a moment ago, these pieces
     are small: a client that waits for its next token waits for one piece at most. Sessions that have ended don't count,
     and sessions of the prompt's own account count only until their next step is due (`pause_s`).
@@ -395,18 +395,29 @@ class Scheduler(Generic[W]):
         return num_tokens
 
     def _of_several(self, decodes: list[W]) -> list[W]:
-        """Choose decode steps: all if there is one account; else one of each, and more while the time is worth it."""
-        accounts = {work.account.name for work in decodes}
+        """Choose decode steps: all if there is one account; else as many of each as the one with the fewest has, and
+        more while the time is worth it."""
+        waiting = {work.session for work in decodes}
         first = any(work.account.comes_first for work in decodes)
-        decoding = {one.account.name for one in self._decoded.values() if one.account.comes_first >= first}
-        if len(accounts | decoding) <= 1:
+        tokens = Counter(
+            one.account.name
+            for session, one in self._decoded.items()
+            if one.account.comes_first >= first and session not in waiting
+        )
+        for work in decodes:
+            tokens[work.account.name] += work.num_tokens
+        if len(tokens) <= 1:
             return decodes
-        room = 1 + self.budget.doubling_tokens
+        fewest = min(tokens.values())
+        room = 2 * fewest - 1 + self.budget.doubling_tokens  # a step alone takes as long as so many tokens without one
         taken: list[W] = []
-        for idx, work in enumerate(decodes):
+        of_account: Counter[str] = Counter()
+        for work in decodes:
+            name = work.account.name
             room -= work.num_tokens
-            if idx < len(accounts) or room >= 0:
+            if room >= 0 or not of_account[name] or of_account[name] + work.num_tokens <= fewest:
                 taken.append(work)
+                of_account[name] += work.num_tokens
         return taken
 
     def _prefill_room(self, work: W, decodes: list[W], now: float) -> int:
