@@ -1,6 +1,6 @@
 """Steps as lines of operations: as the model's own code computes them, and the same in any company."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from swarmllm.models.span.loading import load_block_span
 from swarmllm.models.span.packing import Packing, SessionCall
 from swarmllm.models.span.packing_probe import right_ways
 from swarmllm.models.span.trials import random_inputs
+from swarmllm.server.device import throughput
 
 pytestmark = pytest.mark.skipif(bool(step.why_no_steps()), reason="needs the compiled kernels")
 
@@ -222,6 +223,34 @@ def test_many_rows_are_left_to_torch(llama: BlockSpan, monkeypatch: pytest.Monke
     with lines_counted() as rows:
         assert sessions.step((1, 1)) <= RELATIVE
     assert not rows
+
+
+@pytest.mark.parametrize("faster", [Packing.TRACED, Packing.RAGGED])
+def test_many_sessions_run_in_the_way_that_is_faster(
+    faster: Packing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def chosen(ways: Sequence[Packing], measure: Callable[[Packing], float]) -> Packing:
+        assert min(map(measure, ways)) > 0, "all of them can be measured"
+        return faster
+
+    monkeypatch.setattr(kernels, "most_inputs", lambda _, in_strips: kernels.AT_A_TIME)
+    monkeypatch.setattr(throughput, "choose_packing", chosen)
+    sessions = Sessions(load("llama", tmp_path), rows=(1,) * 20)
+    throughput.measure_lines(sessions.packer, decode_ms_per_block=0.1)
+    sessions.step((2,) * 20)
+    with lines_counted() as rows:
+        assert sessions.step((1,) * 20) <= RELATIVE
+    assert rows == ([20] if faster == Packing.TRACED else [])
+
+
+def test_many_sessions_with_rounded_inputs_run_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "most_inputs", lambda _, in_strips: kernels.AT_A_TIME)
+    blocks = load("llama", tmp_path, activations="int8")
+    sessions = Sessions(blocks, rows=(1,) * 20)
+    sessions.step((2,) * 20)
+    with lines_counted() as rows:
+        sessions.step((1,) * 20)
+    assert rows == [20]
 
 
 def run_operation(operation: Operation, sizes: Sequence[int], hidden: Tensor, stored: Sequence[int] = ()) -> Tensor:

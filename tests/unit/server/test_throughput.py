@@ -61,6 +61,7 @@ def clock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cl
     monkeypatch.setattr(throughput, "seconds", lambda _, run: -clock.now + (run(), clock.now)[1])
     monkeypatch.setattr(throughput, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     monkeypatch.setattr(throughput, "measure_packing", lambda *_: Packing.RAGGED)
+    monkeypatch.setattr(throughput, "measure_lines", lambda *_: None)
     return clock
 
 

@@ -392,11 +392,13 @@ class TracedSteps:
 
     @cached_property
     def most_rows(self) -> int:
-        """Rows up to which lines are faster than torch with decoded weights."""
+        """Rows up to which products are faster by our kernels, as lines have them, than by torch with decoded weights.
+
+        Rounded inputs are always multiplied by our kernels."""
         blocks = self._paged.blocks
-        weights = (one for one in blocks.slots.modules() if isinstance(one, QuantizedWeight))
-        forms = {isinstance(one.packed, InStrips) for one in weights}
-        return min((kernels.most_inputs(blocks.dtype, in_strips=one) for one in forms), default=0)
+        weights = [one.packed for one in blocks.slots.modules() if isinstance(one, QuantizedWeight)]
+        forms = {isinstance(one, InStrips) for one in weights if not one.rounds_inputs}
+        return min((kernels.most_inputs(blocks.dtype, in_strips=one) for one in forms), default=kernels.NO_LIMIT)
 
     def line(self, span: Span, dtype: torch.dtype) -> Line:
         """A line that can run the blocks of `span`, for hidden states of this dtype.

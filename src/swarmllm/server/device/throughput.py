@@ -38,6 +38,11 @@ PACKING_BUDGET_S = 0.15
 """Seconds after which no further round begins."""
 PACKING_ROUNDS = 3
 """Number of rounds; the fastest counts, as disturbances only ever make a measurement slower."""
+MANY_SESSIONS = 64
+"""Number of sessions with which recorded lines are compared with that way."""
+MANY_S = 1.0
+"""Seconds of decode steps of so many sessions, one by one, in a block. Blocks that take longer aren't compared: a
+server with two blocks of a 70B model would start seconds later, and such blocks gain least."""
 WORTH_A_CHANGE = 0.9
 """A usually slower way must take less than this share of the time."""
 
@@ -131,6 +136,22 @@ def measure_packing(packer: Packer, decode_ms_per_block: float) -> Packing:
     return choose_packing(ways, lambda way: seconds(blocks, partial(packer.run_calls, calls, way)))
 
 
+@torch.inference_mode()
+def measure_lines(packer: Packer, decode_ms_per_block: float) -> None:
+    """Let many sessions run traced, as few do, unless the packer's way is faster for them."""
+    blocks, steps = packer.blocks, 1 + 2 * PACKING_ROUNDS
+    if not packer.traces or packer.forward.traced.most_rows >= MANY_SESSIONS:
+        return
+    if decode_ms_per_block / 1e3 * MANY_SESSIONS > MANY_S or (blocks.max_positions or steps) < steps:
+        return
+    span = first_blocks(blocks, 1)
+    calls = [SessionCall(random_inputs(blocks, 1), span, blocks.new_cache(span)) for _ in range(MANY_SESSIONS)]
+    packer.run_calls(calls, packer.way)  # lines need a position before
+    ways = (Packing.TRACED, packer.way)
+    if choose_packing(ways, lambda way: seconds(blocks, partial(packer.run_calls, calls, way))) == Packing.TRACED:
+        packer.most_traced = MANY_SESSIONS
+
+
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
     """Speed through the whole span."""
@@ -170,6 +191,7 @@ def measure_throughput(packer: Packer, *, choose_threads: bool = False) -> Throu
         measured = _measure(packer, choose_threads=choose_threads and blocks.device.type == "cpu")
         way = measure_packing(packer, measured.decode_ms_per_block)
     packer.use(way)
+    measure_lines(packer, measured.decode_ms_per_block)
     took_s = time.perf_counter() - began_at
     logger.info("measured in %.1f s: %s; sessions run %s", took_s, _in_words(measured), way.value)
     return_free_memory()  # that the forwards took: 40 to 50 MB (measured, hidden 2048)
