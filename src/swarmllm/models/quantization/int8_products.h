@@ -524,7 +524,7 @@ typedef struct {
 INLINE void ask_for(ahead *next, int64_t bytes) {
     const uint8_t *stop = next->end - next->at < bytes ? next->end : next->at + bytes;
     for (; next->at < stop; next->at += 64)
-        PREFETCH(next->at);
+        PREFETCH_SECOND(next->at);
 }
 
 /* Products of one row, or of TILE_ROWS, with any number of inputs. */

@@ -194,7 +194,7 @@ INLINE void prefetch(const weight *w, int64_t row, int rows, int64_t start, int6
     int64_t bytes = row_bytes(w);
     const uint8_t *from = w->codes + (row + rows) * bytes + start * rows * bytes / w->columns;
     for (int64_t i = 0; i < count * rows * bytes / w->columns; i += 64)
-        PREFETCH(from + i);
+        PREFETCH_SECOND(from + i);
 }
 
 /* Some rows' products with at most MOST inputs. `bare` codes are multiplied as they are. */

@@ -39,16 +39,16 @@ INLINE void read_halves(const uint8_t *blocks, int64_t bytes, int num, float *fl
 #define SIDE_BY_SIDE(name, size, num_halves, add)                                                            \
     APART void add_##name(const weight *w, int64_t row, const float *input, vec *sums) {                     \
         int64_t bytes = row_bytes(w), group = 0;                                                             \
-        const uint8_t *from = w->codes + row * bytes, *end = from + bytes, *next = from + ROWS * bytes;      \
+        const uint8_t *from = w->codes + row * bytes, *end = from + bytes, *later = from + 2 * ROWS * bytes; \
         float scale[ROWS][8] = {{0}}, less[ROWS][8];                                                         \
         float ALIGNED halves[2 * ROWS];                                                                      \
         unpacked ALIGNED blocks[ROWS];                                                                       \
         sink to[ROWS];                                                                                       \
         (void)scale, (void)less, (void)halves, (void)blocks;                                                 \
         EACH_ROW(to[r].writes = 0, to[r].inputs = input, to[r].sum = all(0.0f))                              \
-        for (; from < end; from += (size), next += ROWS * (size), group++) {                                 \
+        for (; from < end; from += (size), later += ROWS * (size), group++) {                                \
             for (int i = 0; i < ROWS * (size); i += 64)                                                      \
-                PREFETCH(next + i);                                                                          \
+                PREFETCH_SECOND(later + i); /* the first cache has no room for wide rows */                  \
             if (num_halves != NONE)                                                                          \
                 read_halves(from, bytes, num_halves, halves);                                                \
             EACH_ROW(add);                                                                                   \
