@@ -22,7 +22,7 @@ from swarmllm.models.quantization.step import DIMS, Kind, Line, Operation, Recor
 from swarmllm.models.span import traced_step
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
-from swarmllm.models.span.packing import Packing, SessionCall
+from swarmllm.models.span.packing import Packer, Packing, SessionCall
 from swarmllm.models.span.packing_probe import right_ways
 from swarmllm.models.span.trials import random_inputs
 from swarmllm.server.device import throughput
@@ -240,7 +240,22 @@ def test_many_sessions_run_in_the_way_that_is_faster(
     sessions.step((2,) * 20)
     with lines_counted() as rows:
         assert sessions.step((1,) * 20) <= RELATIVE
-    assert rows == ([20] if faster == Packing.TRACED else [])
+        assert sessions.step((2,) * 20) <= RELATIVE
+    assert rows == ([20] if faster == Packing.TRACED else []), "with one new position each, as measured"
+
+
+@pytest.mark.parametrize("limit", ["max_positions", "time"])
+def test_what_cannot_be_measured_in_time_stays_as_it_is(
+    limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "most_inputs", lambda _, in_strips: kernels.AT_A_TIME)
+    monkeypatch.setattr(throughput, "choose_packing", lambda *_: Packing.TRACED)
+    blocks = load("llama", tmp_path)
+    packer = Packer(blocks, right_ways(blocks))
+    if limit == "max_positions":
+        monkeypatch.setattr(blocks, "max_positions", 3)
+    throughput.measure_lines(packer, decode_ms_per_block=0.1 if limit == "max_positions" else 10)
+    assert packer.most_traced == kernels.AT_A_TIME
 
 
 def test_many_sessions_with_rounded_inputs_run_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,6 +162,30 @@ def test_sessions_wait_at_most_twice_as_long_beside_another_clients(machine: Mac
     assert all(max(one.done[2:]) <= 2 * machine.forward_s(few) * 1.01 + 1e-6 for one in mine)
 
 
+@given(st.integers(1, 16), st.integers(1, 16))
+def test_steps_that_are_away_count_as_many_tokens_as_they_had(sessions: int, rows: int) -> None:
+    """A batch, or guesses of a text, are one session with many tokens."""
+    scheduler: Scheduler[Work] = Scheduler(Budget(doubling_tokens=1))
+
+    def add(name: str, session: str, num_tokens: int) -> None:
+        scheduler.add(
+            Work(
+                num_tokens=num_tokens,
+                granule=num_tokens,
+                priority=Priority.DECODE,
+                session=session,
+                account=Account(name),
+            )
+        )
+
+    add("batch", "batch", rows)
+    scheduler.next(0.0)
+    scheduler.ran(0.1)
+    for idx in range(sessions):
+        add("texts", str(idx), 1)
+    assert len(scheduler.next(0.1)) == min(sessions, 2 * min(sessions, rows))
+
+
 @FEW
 @given(MACHINES, st.integers(2, 8), st.integers(1, 8))
 def test_clients_with_as_many_sessions_decode_together(machine: Machine, peers: int, sessions: int) -> None:

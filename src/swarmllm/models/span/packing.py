@@ -346,7 +346,7 @@ class Packer:
         self.traces = Packing.TRACED in self.ways
         """True if calls of few new positions run traced, whatever the way is."""
         self.most_traced = kernels.AT_A_TIME
-        """So many new positions run traced, however fast torch is."""
+        """So many sessions with one new position each run traced, even where torch multiplies so many faster."""
         self.moves_inputs = blocks.device.type != "cpu"
         """True if inputs may be in other memory than the blocks."""
         self.forward = PackedForward(blocks)
@@ -457,7 +457,9 @@ class Packer:
         """The calls of few new positions that can run traced; none if they have so many rows that torch is faster."""
         found = [idx for idx, call in enumerate(calls) if self._is_traceable(call)]
         num_rows = sum(calls[idx].inputs.batch_size * calls[idx].inputs.seq_len for idx in found)
-        return found if num_rows <= self.most_traced or num_rows <= self.forward.traced.most_rows else []
+        if num_rows <= max(kernels.AT_A_TIME, self.forward.traced.most_rows):
+            return found
+        return found if num_rows == len(found) <= self.most_traced else []
 
     def _is_traceable(self, call: SessionCall) -> bool:
         inputs, cache = call.inputs, call.cache

@@ -46,6 +46,8 @@ from swarmllm.models.span.packed_caches import PackingUnsupportedError
 from swarmllm.models.span.paged_attention import PagedAttention, PagedBatch
 from swarmllm.models.span.trials import random_inputs
 
+MOST_ROWS = 256
+"""Rows of a line: so many are never too slow, and their values take some 50 MB, which nobody counts. Assumed."""
 POSITION = 3
 """The position of the recorded step. Any other would do: a step whose Python code reads the position is refused."""
 
@@ -394,11 +396,12 @@ class TracedSteps:
     def most_rows(self) -> int:
         """Rows up to which products are faster by our kernels, as lines have them, than by torch with decoded weights.
 
-        Rounded inputs are always multiplied by our kernels."""
+        Rounded inputs are always multiplied by our kernels. At most `MOST_ROWS`.
+        """
         blocks = self._paged.blocks
         weights = [one.packed for one in blocks.slots.modules() if isinstance(one, QuantizedWeight)]
         forms = {isinstance(one, InStrips) for one in weights if not one.rounds_inputs}
-        return min((kernels.most_inputs(blocks.dtype, in_strips=one) for one in forms), default=kernels.NO_LIMIT)
+        return min([MOST_ROWS, *(kernels.most_inputs(blocks.dtype, in_strips=one) for one in forms)])
 
     def line(self, span: Span, dtype: torch.dtype) -> Line:
         """A line that can run the blocks of `span`, for hidden states of this dtype.

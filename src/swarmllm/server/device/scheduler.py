@@ -9,8 +9,8 @@ these ask for. The rules of `Scheduler`, in this order:
 1.  Work that can't be packed runs alone, in turns. Training has `training_share` of the time even while others wait,
     and one turn per `patience_s`.
 2.  Decode steps that are ready go together. If only one account decodes, all of its steps go. If several accounts
-    decode, as many steps of each go as the one with the fewest has, and then more in turns until the forward takes
-    twice as long as these few would take alone. So an account with many sessions makes nobody else wait.
+    decode, as many tokens of each go as the one with the fewest has, and then more in turns until the forward takes
+    twice as long as that one's steps would take alone. So an account with many sessions makes nobody else wait.
 3.  Prefill steps get the rest of the budget, in pieces. While other sessions decode, or did a moment ago, these pieces
     are small: a client that waits for its next token waits for one piece at most. Sessions that have ended don't count,
     and sessions of the prompt's own account count only until their next step is due (`pause_s`).
@@ -390,26 +390,26 @@ class Scheduler(Generic[W]):
         """Add a decode step to the forward, if there is room; returns its tokens there."""
         num_tokens = forward.add(work, work.num_tokens)
         if num_tokens and work.session is not None:
-            self._decoded[work.session] = _Decoded(now, work.account)
+            self._decoded[work.session] = _Decoded(now, work.account, num_tokens)
             self._decoded.move_to_end(work.session)
         return num_tokens
 
     def _of_several(self, decodes: list[W]) -> list[W]:
-        """Choose decode steps: all if there is one account; else as many of each as the one with the fewest has, and
-        more while the time is worth it."""
+        """Choose decode steps: all if there is one account; else as many tokens of each as the one with the fewest has,
+        and more while the time is worth it."""
         waiting = {work.session for work in decodes}
         first = any(work.account.comes_first for work in decodes)
-        tokens = Counter(
-            one.account.name
-            for session, one in self._decoded.items()
-            if one.account.comes_first >= first and session not in waiting
-        )
+        tokens: Counter[str] = Counter()
+        for session, one in self._decoded.items():
+            if one.account.comes_first >= first and session not in waiting:
+                tokens[one.account.name] += one.num_tokens
         for work in decodes:
             tokens[work.account.name] += work.num_tokens
         if len(tokens) <= 1:
             return decodes
         fewest = min(tokens.values())
-        room = 2 * fewest - 1 + self.budget.doubling_tokens  # a step alone takes as long as so many tokens without one
+        # A token alone takes as long as `doubling_tokens` of them, so n tokens take as long as doubling_tokens - 1 + n.
+        room = 2 * fewest + self.budget.doubling_tokens - 1
         taken: list[W] = []
         of_account: Counter[str] = Counter()
         for work in decodes:
@@ -457,6 +457,7 @@ class _Class:
 class _Decoded:
     at: float
     account: Account
+    num_tokens: int
 
 
 def _ready(works: Sequence[W], turns: RoundRobin) -> tuple[W | None, list[W], list[W]]:
