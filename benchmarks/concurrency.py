@@ -1,6 +1,7 @@
 """Many clients at once on two local servers: what batching their steps brings, beside the same servers without it.
 
-    python benchmarks/concurrency.py [--clients 1 2 4 8 16 32] [--seconds 4] [--repeats 3] [--quant_type int8]
+    python benchmarks/concurrency.py [--clients 1 2 4 8 16 32] [--seconds 4] [--repeats 3] [--shape 2048x4]
+        [--quant_type int8] [--activations int8]
 
 A client is an inference session with a thread of its own that sends one precomputed hidden state after the other; so
 what is measured is the blocks, the servers and the way between them, not the embeddings, the head and `generate()` of
@@ -255,7 +256,7 @@ def near(path: Path, args: argparse.Namespace) -> dict[str, list[Any]]:
 
 def server_options(args: argparse.Namespace) -> dict[str, Any]:
     """Results of all swarms."""
-    options = {"quant_type": args.quant_type, "dtype": args.dtype}
+    options = {"quant_type": args.quant_type, "dtype": args.dtype, "activations": args.activations}
     return {**options, "num_threads": 1, "attn_cache_tokens": 64 * MAX_LENGTH}
 
 
@@ -264,6 +265,7 @@ def main() -> None:
     parser.add_argument("--shape", default="512x8")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--quant_type", choices=QUANT_TYPES, default="none")
+    parser.add_argument("--activations", choices=["none", "int8"], default="none")
     parser.add_argument("--clients", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--repeats", type=int, default=3)
