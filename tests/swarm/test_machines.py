@@ -49,8 +49,8 @@ def test_machines_share_a_model_and_follow_who_comes_and_goes(tmp_path: Path, ru
         picture = machine.wait_for(lambda picture: is_ready(picture, NAME))
         (command,) = picture["commands"]
         assert (command["number"], command["what"], command["by"]) == (1, f"use {NAME}", "b")
-    blocks = online(a.picture, NAME)
-    assert covered(blocks)
+    # Servers tell the swarm that they are online; their machines tell each other a moment later.
+    blocks = online(a.wait_for(lambda picture: covered(online(picture, NAME))), NAME)
     assert len(blocks) == 3
     for machine in a.picture["machines"]:
         (hosted,) = machine["hosted"]  # b has the whole model, the others took their pieces from it
