@@ -254,6 +254,7 @@ def test_what_cannot_be_measured_in_time_stays_as_it_is(
     packer = Packer(blocks, right_ways(blocks))
     if limit == "max_positions":
         monkeypatch.setattr(blocks, "max_positions", 3)
+    assert packer.traces
     throughput.measure_lines(packer, decode_ms_per_block=0.1 if limit == "max_positions" else 10)
     assert packer.most_traced == kernels.AT_A_TIME
 

@@ -47,7 +47,7 @@ from swarmllm.models.span.paged_attention import PagedAttention, PagedBatch
 from swarmllm.models.span.trials import random_inputs
 
 MOST_ROWS = 256
-"""Rows of a line: so many are never too slow, and their values take some 50 MB, which nobody counts. Assumed."""
+"""Most rows of a line. Assumed: steps seldom have more. Their values take some 50 MB, which isn't counted."""
 POSITION = 3
 """The position of the recorded step. Any other would do: a step whose Python code reads the position is refused."""
 
