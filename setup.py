@@ -33,11 +33,12 @@ class AnyPython(bdist_wheel):
 
 HEADERS = (
     *("compiler", "products", "side_by_side", "int8_products", "vectors", "weight", "bit_planes", "gguf_blocks"),
-    *("step", "step_line", "rounding", "strips"),
+    *("step", "step_line", "rounding", "strips", "whole"),
 )
 SOURCES = (
     *("kernels", "products_3", "products_4", "int8_kernels", "int8_3", "int8_3_vnni", "int8_4_vnni"),
     *("strips", "strips_3", "strips_3_vnni", "strips_4_vnni", "rounding", "rounding_3", "rounding_4"),
+    *("whole", "whole_3", "whole_4"),
 )
 
 setup(

@@ -204,10 +204,11 @@ def _has_huge_pages() -> bool:
         return False
 
 
-def into_huge_pages(tensor: "Tensor") -> "Tensor":
+def into_huge_pages(tensor: "Tensor", *, same_place: bool = False) -> "Tensor":
     """A copy in huge pages, or the tensor itself: on other devices, where there are no huge pages, and if it is small.
 
-    What was a part of a file, which processes share, becomes memory of this process.
+    What was a part of a file, which processes share, becomes memory of this process. `same_place`: the copy begins at
+    the same byte of a line of the processor's caches.
 
     Measured (Zen 4, a virtual machine, one thread): 178 MB are read at 21 GB/s from pages of 4 KB, at 35 from these.
     """
@@ -217,8 +218,9 @@ def into_huge_pages(tensor: "Tensor") -> "Tensor":
         return tensor
     if not _has_huge_pages():
         return tensor
-    chunk, offset = _huge_pages.take(tensor.nbytes)
-    copy = torch.frombuffer(chunk, dtype=torch.uint8, count=tensor.nbytes, offset=offset)
+    place = tensor.data_ptr() % TENSOR_ALIGNMENT if same_place else 0
+    chunk, offset = _huge_pages.take(tensor.nbytes + place)
+    copy = torch.frombuffer(chunk, dtype=torch.uint8, count=tensor.nbytes, offset=offset + place)
     return copy.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
 
 

@@ -43,6 +43,7 @@ from swarmllm.models.architecture import Task, cache_argument, decoder_stack, st
 from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint, resolve_dtype
 from swarmllm.models.checkpoint.fingerprint import fingerprint
 from swarmllm.models.checkpoint.skeleton import block_bytes
+from swarmllm.models.quantization.whole import hasten
 from swarmllm.models.shell.client_shell import embed, head
 from swarmllm.models.shell.hollow_modules import remove_row_hooks
 from swarmllm.models.shell.loading import load_client_shell
@@ -417,6 +418,8 @@ def open_in_swarm(
             round_head(model)
         else:
             keep_head_as_stored(model, checkpoint)
+        if (head := model.get_output_embeddings()) is not None:
+            hasten([head], meanwhile=True)
         fallback = open_fallback(config, checkpoint, model)
         model.enter_swarm(view, blocks, encoder, saving.describe_origin(checkpoint, task))
         if isinstance(model, DistributedModelForCausalLM):

@@ -9,6 +9,7 @@
                  int8_kernels.c among int8_products.h, whose inputs are rounded to 8 bits (`--activations`), strips.c
                  among strips.h, for weights that are arranged for it (`packed.InStrips`); the fastest way to multiply
                  on this processor
+    whole        products with weights as they are, with torch's bits but faster, by whole.h
     step         a decode step as a line of operations, which step.h runs in one call on CPUs
     cuda         products on CUDA: the matrices that the next one takes
     cuda_products  their kernel in Triton, for a few inputs and all forms

@@ -90,7 +90,7 @@ def library() -> Any:
     except OSError as error:
         logger.warning("weights of few bits multiply slowly here, since swarmllm was installed without gcc (%s)", error)
         return None
-    is_complete = hasattr(found, "swarmllm_strips_version")
+    is_complete = hasattr(found, "swarmllm_knows_order")
     if not is_complete or getattr(found, "swarmllm_weight_bytes", int)() != ctypes.sizeof(_Weight):
         logger.warning(
             "weights of few bits multiply slowly, since %s is of another version: install swarmllm anew", path
@@ -124,6 +124,12 @@ def library() -> Any:
     found.swarmllm_arrange.restype = found.swarmllm_open_strips.restype = None
     for choice in (found.swarmllm_rounded_bytes, found.swarmllm_int8_version, found.swarmllm_strips_version):
         choice.argtypes, choice.restype = (ctypes.c_int64,), ctypes.c_int64
+    found.swarmllm_multiply_whole.argtypes = (
+        ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p,
+        ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p,
+    )  # fmt: skip
+    found.swarmllm_multiply_whole.restype = None
+    found.swarmllm_knows_order.argtypes, found.swarmllm_knows_order.restype = (ctypes.c_int64,) * 3, ctypes.c_int64
     found.swarmllm_round.restype = None
     found.swarmllm_multiply.restype = found.swarmllm_dequantize.restype = None
     found.swarmllm_round_inputs.restype = found.swarmllm_multiply_rounded.restype = None
@@ -226,6 +232,11 @@ def products_recorded(record: "Callable[[Matrix, Tensor, Tensor], None]") -> Ite
         yield
     finally:
         _recording.record = None
+
+
+def is_recording() -> bool:
+    """True if this thread's products are recorded."""
+    return _recording.record is not None
 
 
 class Matrix:
@@ -463,11 +474,11 @@ def most_inputs(dtype: torch.dtype, *, in_strips: bool = False) -> int:
     inputs = torch.zeros(AT_A_TIME, 2048, dtype=dtype)
     few_s, many_s = _by_torch_s(codes, wide, AT_A_TIME), _by_torch_s(codes, wide, MANY)
     each_s = (many_s - few_s) / (MANY - AT_A_TIME)
-    kernels_s = _least_s(lambda: matrix.multiply(inputs.float()).to(dtype))
+    kernels_s = least_s(lambda: matrix.multiply(inputs.float()).to(dtype))
     more_s = kernels_s / AT_A_TIME - each_s  # for each input
     decoding_s = few_s - each_s * AT_A_TIME
     if not of_int8:  # strip by strip: larger ones would take new memory
-        decoding_s = 1024 // STRIP * _least_s(lambda: matrix.dequantize(0, STRIP))
+        decoding_s = 1024 // STRIP * least_s(lambda: matrix.dequantize(0, STRIP))
     return NO_LIMIT if more_s <= 0 else max(AT_A_TIME, int(decoding_s / more_s))
 
 
@@ -482,8 +493,8 @@ def torch_multiplies_int8_faster() -> bool:
         return True
     codes, inputs = torch.ones(COLD_ROWS, 2048, dtype=torch.int8), torch.zeros(1, 2048, dtype=torch.bfloat16)
     matrix, scale = Matrix(codes, torch.ones(COLD_ROWS, 1)), torch.ones(COLD_ROWS, dtype=torch.bfloat16)
-    ours_s = _least_s(lambda: matrix.multiply(inputs.float()).to(inputs.dtype))
-    return _least_s(lambda: torch._weight_int8pack_mm(inputs, codes, scale)) < ours_s
+    ours_s = least_s(lambda: matrix.multiply(inputs.float()).to(inputs.dtype))
+    return least_s(lambda: torch._weight_int8pack_mm(inputs, codes, scale)) < ours_s
 
 
 def _by_torch_s(codes: Tensor, dtype: torch.dtype, num_inputs: int) -> float:
@@ -491,10 +502,10 @@ def _by_torch_s(codes: Tensor, dtype: torch.dtype, num_inputs: int) -> float:
     pages of its own, which the system takes longer to provide than this takes (`separate_weights`)."""
     inputs, rows = torch.zeros(num_inputs, codes.shape[1], dtype=dtype), torch.zeros(codes.shape, dtype=dtype)
     outputs = torch.zeros(num_inputs, len(codes), dtype=dtype)
-    return _least_s(lambda: torch.mm(inputs, rows.copy_(codes).T, out=outputs))
+    return least_s(lambda: torch.mm(inputs, rows.copy_(codes).T, out=outputs))
 
 
-def _least_s(do: Callable[[], object]) -> float:
+def least_s(do: Callable[[], object]) -> float:
     """Seconds of one thread: several would wait for each other where others use the cores, all ways alike."""
     threads, times = torch.get_num_threads(), []
     torch.set_num_threads(1)

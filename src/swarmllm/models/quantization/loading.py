@@ -6,8 +6,8 @@ several tensors of a checkpoint become one parameter (fused experts). Used by `s
 `hold_whole` is for weights that stay in bfloat16. On a processor without instructions for it (AVX2: most desktops),
 PyTorch multiplies bfloat16 at a tenth of the speed of float32, however many tokens there are. So some rows at a time
 are converted, which is exact, and multiplied in float32; the result is rounded once. That is at least as close to
-float32's result as PyTorch's own product. On other processors nothing changes, and weights in float32 are never
-touched.
+float32's result as PyTorch's own product. A few tokens are multiplied with PyTorch's bits (`whole`). On other
+processors nothing changes, and weights in float32 are never touched.
 
 `check_quantized` is a self-test when quantized blocks are loaded: kernels differ between processors, and some have
 been wrong without an error. It multiplies by some rows of one weight of each kind and shape, with a few tokens and
@@ -32,7 +32,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from swarmllm.errors import ConfigurationError
 from swarmllm.machine_memory import trim_heap
 from swarmllm.models.architecture import find_blocks
-from swarmllm.models.quantization import kernels
+from swarmllm.models.quantization import kernels, whole
 from swarmllm.models.quantization.block_search import quantize
 from swarmllm.models.quantization.decoded import FORMS, KBit, Nf4Pairs
 from swarmllm.models.quantization.nf4 import Nf4
@@ -236,10 +236,12 @@ class Whole(Packed):
         return None
 
     def _kernel_takes(self, inputs: Tensor) -> bool:
-        return len(inputs) <= NATIVE_TOKENS and inputs.dtype == self.codes.dtype
+        if inputs.dtype != self.codes.dtype:
+            return False
+        return len(inputs) <= NATIVE_TOKENS or whole.takes(inputs, self.codes)
 
     def _multiply_by_kernel(self, inputs: Tensor) -> Tensor:
-        return F.linear(inputs, self.codes)
+        return whole.linear(inputs, self.codes)
 
 
 def hold_whole(model: PreTrainedModel) -> None:
@@ -256,7 +258,11 @@ def hold_whole(model: PreTrainedModel) -> None:
         return
     for name in large:
         path, _, leaf = name.rpartition(".")
-        _install_whole(model.get_submodule(path), leaf, Whole)
+        module = model.get_submodule(path)
+        _install_whole(module, leaf, Whole)
+        held: QuantizedWeight = module.get_submodule(leaf)
+        if held.ndim == 2:
+            whole.find_orders(held.packed.codes)
 
 
 def _install_whole(module: nn.Module, leaf: str, form: Callable[[Tensor, torch.dtype], Packed]) -> None:
@@ -330,8 +336,8 @@ def round_inputs(modules: Iterable[nn.Module], *, if_faster: bool = False) -> No
         if isinstance(module, QuantizedWeight) and module.round_inputs(if_faster=if_faster):
             matrix = module.packed[0] if len(module.shape) > 2 else module.packed
             kinds.setdefault((type(matrix), matrix.shape, matrix.dtype), matrix)
-    for whole in kinds.values():
-        check_rounded(_some_rows(whole))
+    for packed in kinds.values():
+        check_rounded(_some_rows(packed))
 
 
 @torch.no_grad()
@@ -377,8 +383,8 @@ def check_quantized(modules: Iterable[nn.Module]) -> int:
             packed = module.packed
             matrix = packed[0] if len(packed.shape) > 2 else packed
             kinds.setdefault((type(matrix), matrix.shape, matrix.dtype), matrix)
-    for whole in kinds.values():
-        matrix = _some_rows(whole)
+    for one in kinds.values():
+        matrix = _some_rows(one)
         for tokens in TOKENS:
             check_matrix(matrix, tokens)
     return len(kinds)
@@ -399,7 +405,7 @@ def check_matrix(matrix: Packed, tokens: int) -> None:
     inputs, grads = (
         torch.randn(tokens, size, generator=generator).to(matrix.dtype).to(matrix.device) for size in (columns, rows)
     )
-    whole = matrix.dequantize()
+    weight = matrix.dequantize()
     with torch.no_grad():
         without_gradients = matrix.linear(inputs)
     leaf = inputs.requires_grad_()
@@ -407,12 +413,13 @@ def check_matrix(matrix: Packed, tokens: int) -> None:
         outputs = matrix.linear(leaf)
     (grad,) = torch.autograd.grad(outputs, leaf, grads)
     wide = torch.promote_types(matrix.dtype, torch.float32)  # as precise, and fast on every processor
-    whole, expected = whole.to(wide), F.linear(inputs.detach().to(wide), whole.to(wide))
+    weight = weight.to(wide)
+    expected = F.linear(inputs.detach().to(wide), weight)
     tolerance = TOLERANCES[matrix.dtype]
     for what, got, wanted in (
         ("outputs", without_gradients, expected),
         ("outputs", outputs.detach(), expected),
-        ("gradients", grad, grads.to(wide) @ whole),
+        ("gradients", grad, grads.to(wide) @ weight),
     ):
         limit = LLM_INT8_TOLERANCE if isinstance(matrix, LlmInt8) and what == "outputs" else tolerance
         if not _relative_error(got, wanted) <= limit:

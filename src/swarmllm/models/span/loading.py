@@ -30,6 +30,7 @@ from swarmllm.models.checkpoint.skeleton import (
 from swarmllm.models.parallel.shared import Group, share
 from swarmllm.models.quantization import FULL_PRECISION, Quantization, QuantizedWeight
 from swarmllm.models.quantization.loading import LoadingConfig, Whole, check_quantized, hold_whole, round_inputs
+from swarmllm.models.quantization.whole import Linear, hasten
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.offload import OffloadedBlocks, spread
 from swarmllm.models.span.probe_results import ProbeResults
@@ -129,6 +130,7 @@ def _reader(
         with stage(f"reading blocks {part}" + (" and quantizing them" if options else "")):
             model = load_pruned(cls, checkpoint, dtype=dtype, progress=progress, digests=digests, **options).to(device)
         hold_whole(model)
+        hasten(find_blocks(model).blocks.modules())
         with stage("comparing products of quantized weights with exact ones"):
             check_quantized(model.modules())
         return model
@@ -137,15 +139,16 @@ def _reader(
 
 
 def _into_huge_pages(model: PreTrainedModel) -> None:
-    """Give quantized weights memory that is read faster, one after the other.
+    """Give large weights that our kernels multiply memory that is read faster, one after the other.
 
-    Others stay parts of a file: torch's sums may depend on where in memory a weight begins, and must be those of the
-    local model.
+    torch's sums may depend on where in a line of the caches a weight begins, and must be those of the local model.
     """
     for module in find_blocks(model).blocks.modules():
         if isinstance(module, QuantizedWeight) and not isinstance(module.packed, Whole):
             for name, tensor in module.named_buffers(recurse=False):
                 module._buffers[name] = into_huge_pages(tensor)
+        elif isinstance(module, Linear) and isinstance(module.weight, nn.Parameter):
+            module.weight.data = into_huge_pages(module.weight.data, same_place=True)
 
 
 def _probed(blocks: BlockSpan, known: ProbeResults | None) -> None:

@@ -1,0 +1,6 @@
+/* whole.h for AVX-512. Its products in bfloat16 need instructions that whole.c asks for. */
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#pragma GCC target("arch=x86-64-v4,avx512bf16")
+#define LEVEL 4
+#include "whole.h"
+#endif

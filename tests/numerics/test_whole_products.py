@@ -1,0 +1,260 @@
+"""Products with weights as they are: torch's own bits, whatever torch's order is; and each order as it is described."""
+
+import functools
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from swarmllm.models.quantization import kernels, whole
+from swarmllm.models.quantization.whole import BLOCKS, MOST_INPUTS, Linear, _How, _multiply, _Order, _Whole, hasten
+
+DTYPES = (torch.float32, torch.bfloat16)
+LEVELS = [level for level in (3, 4) if kernels.library() is not None and level <= kernels.library().swarmllm_level()]
+needs_kernels = pytest.mark.skipif(not LEVELS, reason="this processor has none of the kernels")
+
+
+def hastened(rows: int, columns: int, dtype: torch.dtype, *, bias: bool = False) -> nn.Linear:
+    generator = torch.Generator().manual_seed(rows + columns)
+    module = nn.Linear(columns, rows, bias=bias).to(dtype)
+    module.weight.data.copy_(torch.randn(rows, columns, generator=generator))
+    hasten([module])
+    return module
+
+
+def taken(module: nn.Linear) -> set[int]:
+    """The numbers of inputs that the kernels multiply."""
+    found = (key for key, how in whole._found.items() if how is not None and key.shape == module.weight.shape)
+    return {key.num_inputs for key in found if key.dtype == module.weight.dtype}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [(512, 512), (128, 1408), (192, 576), (320, 2112), (256, 260), (100, 700), (50, 1501), (1001, 1024)],
+)
+def test_the_bits_are_torchs(
+    rows: int, columns: int, bias: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(whole, "SMALLEST", 1)
+    monkeypatch.setattr(whole, "_is_faster", lambda *_: True)
+    monkeypatch.setattr(whole, "_found", {})
+    module = hastened(rows, columns, dtype, bias=bias)
+    assert type(module) is Linear
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for num_inputs, seed in itertools.product((*range(1, MOST_INPUTS + 1), MOST_INPUTS + 1, 40), range(3)):
+            inputs = torch.randn(num_inputs, columns, generator=generator) * 10.0 ** (seed - 1)
+            for shape in ((num_inputs, columns), (1, num_inputs, columns), (num_inputs, 1, columns)):
+                given = inputs.to(dtype).view(shape)
+                assert torch.equal(module(given), F.linear(given, module.weight, module.bias)), (num_inputs, shape)
+        hard = whole.hard_inputs(5, 1, columns).to(dtype)
+        for one in hard:  # views, most of which begin elsewhere in a line
+            assert torch.equal(module(one), F.linear(one, module.weight, module.bias))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("place", [0, 4, 8, 12, 16, 48])
+def test_wherever_a_weight_begins(place: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a file, whose header has any length."""
+    monkeypatch.setattr(whole, "_is_faster", lambda *_: True)
+    module = nn.Linear(512, 256, bias=False).to(dtype)
+    module.weight.data = whole._at(whole.hard_weight(256, 512).to(dtype), place)
+    assert module.weight.data_ptr() % whole.LINE == place
+    hasten([module])
+    with torch.inference_mode():
+        for num_inputs in range(1, MOST_INPUTS + 1):
+            inputs = whole.hard_inputs(num_inputs, 512).to(dtype)
+            assert torch.equal(module(inputs), F.linear(inputs, module.weight))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_with_several_threads(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whole, "_is_faster", lambda *_: True)
+    monkeypatch.setattr(whole, "WORTH_A_THREAD", 1)
+    before = torch.get_num_threads()
+    try:
+        for num_threads in (2, 3):
+            torch.set_num_threads(num_threads)
+            module = hastened(520, 640, dtype)
+            with torch.inference_mode():
+                for num_inputs in range(1, MOST_INPUTS + 1):
+                    inputs = torch.randn(num_inputs, 640).to(dtype)
+                    assert torch.equal(module(inputs), F.linear(inputs, module.weight))
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_kernels
+def test_some_order_is_known_here() -> None:
+    """Not true of every processor; those of this project's machines have MKL's order for AMD, or oneDNN's."""
+    module = hastened(1024, 512, torch.bfloat16)
+    if not taken(module):
+        pytest.skip("torch adds in another order here")
+    assert 1 in taken(module)
+
+
+def test_gradients_are_torchs() -> None:
+    module = hastened(512, 512, torch.float32)
+    inputs = torch.randn(2, 512, requires_grad=True)
+    (grad,) = torch.autograd.grad(module(inputs).square().sum(), inputs)
+    (expected,) = torch.autograd.grad(F.linear(inputs, module.weight).square().sum(), inputs)
+    assert torch.equal(grad, expected)
+    assert module.weight.requires_grad
+    module(inputs.detach()).sum().backward()
+    assert module.weight.grad is not None
+
+
+def test_other_inputs_are_torchs() -> None:
+    module = hastened(512, 512, torch.float32)
+    wide = torch.randn(2, 1024)
+    with torch.no_grad():
+        for inputs in (wide[:, :512], wide[:, 1::2], torch.randn(512), torch.randn(0, 512), torch.randn(512, 2).T):
+            assert torch.equal(module(inputs), F.linear(inputs, module.weight))
+        with pytest.raises(RuntimeError):
+            module(torch.randn(1, 512).bfloat16())
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert module(torch.randn(1, 512)).dtype == torch.bfloat16
+
+
+def test_a_weight_that_changes_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offloading and other spans put other memory under the same module."""
+    monkeypatch.setattr(whole, "_is_faster", lambda *_: True)
+    module, inputs = hastened(256, 512, torch.bfloat16), torch.randn(1, 512).bfloat16()
+    with torch.inference_mode():
+        for _ in range(3):
+            module.weight.data = torch.randn(256, 512).bfloat16()
+            assert torch.equal(module(inputs), F.linear(inputs, module.weight))
+        module.weight.data.mul_(2)
+        assert torch.equal(module(inputs), F.linear(inputs, module.weight))
+        module.weight.data = torch.randn(128, 512)
+        assert torch.equal(module(inputs.float()), F.linear(inputs.float(), module.weight))
+
+
+def test_what_stays_as_it_is() -> None:
+    small, other = nn.Linear(8, 8), nn.Embedding(1024, 512)
+    hasten([small, other])
+    assert (type(small), type(other)) == (nn.Linear, nn.Embedding)
+
+
+# ---------------------------------------------------------------------- each order, as `whole.h` describes it
+
+Numbers = np.ndarray
+
+
+def rounded(values: Numbers) -> Numbers:
+    return values.astype(np.float32)
+
+
+def chained(products: Numbers, block: int) -> Numbers:
+    """Products that are exact in float64; sums are rounded once."""
+    total = np.zeros(len(products), np.float32)
+    for begin in range(0, products.shape[1], block):
+        part = np.zeros(len(products), np.float32)
+        for column in range(begin, min(begin + block, products.shape[1])):
+            part = rounded(part.astype(np.float64) + products[:, column])
+        total = rounded(total + part)
+    return total
+
+
+def swapped(products: Numbers) -> Numbers:
+    """Of each pair of columns, the instruction for bfloat16 adds the second one first."""
+    return products.reshape(len(products), -1, 2)[..., ::-1].reshape(products.shape)
+
+
+def halved(sums: list[Numbers]) -> Numbers:
+    while len(sums) > 1:
+        half = len(sums) // 2
+        sums = [rounded(one + other) for one, other in zip(sums[:half], sums[half:], strict=True)]
+    return sums[0]
+
+
+def in_turn(products: Numbers, begin: int, end: int, num_sums: int, first: Numbers | None = None) -> Numbers:
+    sums = [np.zeros(len(products), np.float32) for _ in range(num_sums)]
+    if first is not None:
+        sums[0] = first
+    for column in range(begin, end):
+        place = (column - begin) % num_sums
+        sums[place] = rounded(sums[place].astype(np.float64) + products[:, column])
+    return halved(sums)
+
+
+def fours(products: Numbers, head: int) -> Numbers:
+    first = None
+    for column in range(head):
+        first = rounded(products[:, column] if first is None else first + products[:, column])
+    body = head + (products.shape[1] - head) // 4 * 4
+    total = in_turn(products, head, body, 4, first)
+    for column in range(body, products.shape[1]):
+        total = rounded(total + products[:, column])
+    return total
+
+
+def eights(products: Numbers) -> Numbers:
+    sums = [
+        [in_turn(products[:, 8 * which + lane :: 64], 0, products.shape[1] // 64, 1) for lane in range(8)]
+        for which in range(8)
+    ]
+    by_lane = [halved([sums[which][lane] for which in range(8)]) for lane in range(8)]
+    return halved(by_lane)
+
+
+CASES: list[tuple[_How, torch.dtype, Callable[[Numbers], Numbers]]] = [
+    *(
+        (_How(_Order.CHAINED, block), torch.float32, functools.partial(chained, block=block))
+        for block in (*BLOCKS[:3], 1 << 30)
+    ),
+    *(
+        (_How(_Order.CHAINED, block), torch.bfloat16, lambda products, block=block: chained(swapped(products), block))
+        for block in (512, 1024)
+    ),
+    (_How(_Order.FOURS), torch.float32, lambda products: fours(rounded(products), 0)),
+    (_How(_Order.FOURS_LATE), torch.float32, lambda products: fours(rounded(products), 4)),
+    (_How(_Order.EIGHTS), torch.bfloat16, eights),
+]
+
+
+@needs_kernels
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0].order.name.lower()}-{case[0].block}-{case[1]}"[:-2])
+@pytest.mark.parametrize(("rows", "columns"), [(16, 64), (35, 704), (64, 1280)])
+def test_each_order(
+    case: tuple[_How, torch.dtype, Callable[[Numbers], Numbers]],
+    rows: int,
+    columns: int,
+    level: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    how, dtype, reference = case
+    if not kernels.library().swarmllm_knows_order(level, dtype == torch.bfloat16, how.order):
+        pytest.skip("not at this level")
+    monkeypatch.setattr(kernels, "level", lambda: level)
+    weight = whole._at(whole.hard_weight(rows, columns).to(dtype), 0)
+    if how.order == _Order.CHAINED and dtype == torch.float32:
+        weight = weight.bfloat16().float()  # so that products are exact
+    for num_inputs in (1, 2, 3, 5, 8):
+        inputs = whole.hard_inputs(num_inputs, columns).bfloat16().to(dtype)
+        for bias in (None, torch.linspace(-1, 1, rows).to(dtype)):
+            got = _multiply(inputs, _Whole.of(weight, how), bias)
+            for row, input_row in zip(got, inputs, strict=True):
+                assert torch.equal(row, expected(reference, weight, input_row, bias, how)), (num_inputs, bias is None)
+
+
+def expected(
+    reference: Callable[[Numbers], Numbers], weight: Tensor, inputs: Tensor, bias: Tensor | None, how: _How
+) -> Tensor:
+    products = weight.double().numpy() * inputs.double().numpy()
+    if bias is not None and how.order == _Order.CHAINED and weight.dtype == torch.float32:
+        # MKL begins with the bias: the first block is added to it.
+        first, rest = products[:, : how.block], products[:, how.block :]
+        total = torch.from_numpy(reference(first)) + bias
+        for begin in range(0, rest.shape[1], how.block):
+            total = total + torch.from_numpy(reference(rest[:, begin : begin + how.block]))
+        return total
+    total = torch.from_numpy(reference(products))
+    return (total if bias is None else total + bias.float()).to(weight.dtype)
