@@ -1,13 +1,14 @@
 /* Products of weights as they are, in float32 or bfloat16, with a few inputs: the very bits of torch's own products, which
- * read memory at a third of its speed. A sum of floats depends on its order. So each ORDER here is one in which a library
- * under torch adds; whole.py finds out which one it is. They were revealed by masks: of the numbers 1, one is replaced by
- * 2^100 and another by -2^100. The sum then tells how many numbers were added after these two had met (FPRev, 2024).
+ * read memory at a third to two thirds of its speed. A sum of floats depends on its order. So each order here is one in
+ * which a library under torch adds; whole.py finds out which one it is. They were revealed by masks: of numbers that are
+ * all 1, one is replaced by 2^100 and another by -2^100. The sum then tells how many were added after these two had met
+ * (the idea is FPRev's, 2024).
  *
- *   CHAINED  column after column, in blocks of columns: a matrix product of MKL (blocks of 192), and oneDNN's in bfloat16,
- *            two columns at once by an instruction for that
- *   FOURS    four sums, of every fourth column: MKL, for two or three inputs
- *   FOURS_LATE the same, but the columns before an address that is a multiple of 16, and at least one, go first: for one
- *   EIGHTS   64 sums of each row: torch's own product in bfloat16 on AVX2
+ *   CHAINED     column after column, in blocks of columns: a product of matrices of MKL, in blocks of 192; and oneDNN's in
+ *               bfloat16, by an instruction that adds two columns
+ *   FOURS       four sums, each of every fourth column: MKL for two or three inputs, whose processor isn't Intel's
+ *   FOURS_LATE  the same, after one to four columns up to an address that is a multiple of 16: MKL for one input
+ *   EIGHTS      eight times eight sums: torch's own product in bfloat16 on AVX2
  */
 #include "compiler.h"
 #include <immintrin.h>
@@ -51,7 +52,8 @@ INLINE void transpose(vec w[LANES]) {
     }
     for (int i = 0; i < 4; i++) {
         __m512i even = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88), odd = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xdd);
-        __m512i more = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88), last = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xdd);
+        __m512i more = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
+        __m512i last = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xdd);
         w[i] = _mm512_castsi512_ps(_mm512_shuffle_i32x4(even, more, 0x88));
         w[4 + i] = _mm512_castsi512_ps(_mm512_shuffle_i32x4(odd, last, 0x88));
         w[8 + i] = _mm512_castsi512_ps(_mm512_shuffle_i32x4(even, more, 0xdd));
@@ -139,7 +141,8 @@ INLINE void ask(const char *next, int64_t bytes) {
 /* ------------------------------------------------------------------ CHAINED */
 
 /* Of LANES rows from `w` on. A word is a column in float32, or a pair of columns in bfloat16. */
-INLINE void chain(const char *w, int64_t words, int64_t block, const int32_t *inputs, int num, int is_bfloat16, vec *total) {
+INLINE void chain(const char *w, int64_t words, int64_t block, const int32_t *inputs, int num, int is_bfloat16,
+                  vec *total) {
     for (int64_t begin = 0; begin < words; begin += block) {
         int64_t end = begin + block < words ? begin + block : words;
         vec sums[AT_ONCE], part[LANES];
@@ -175,7 +178,8 @@ INLINE void chain(const char *w, int64_t words, int64_t block, const int32_t *in
     }
 }
 
-INLINE void chained(const whole *w, const float *bias, int64_t start, int64_t end, const char *inputs, int num, char *outputs, int is_bfloat16) {
+INLINE void chained(const whole *w, const float *bias, int64_t start, int64_t end, const char *inputs, int num,
+                    char *outputs, int is_bfloat16) {
     int64_t size = is_bfloat16 ? 2 : 4, words = w->columns * size / 4, block = w->block * size / 4;
     for (int64_t row = start; row < end; row += LANES) {
         int64_t first = row + LANES <= end ? row : end - LANES; /* some rows twice, with the same result */
@@ -210,13 +214,15 @@ INLINE void four_columns(const float *from, int64_t columns, const float *inputs
         for (int64_t which = 0; which < ROWS; which++)
             memcpy(four + which * 4, from + (vector * ROWS + which) * columns, 16);
         for (int input = 0; input < num; input++)
-            sums[input][vector] = ADD(sums[input][vector], rounded_product(LOAD(four), FOUR_EACH(inputs + input * columns)));
+            sums[input][vector] =
+                ADD(sums[input][vector], rounded_product(LOAD(four), FOUR_EACH(inputs + input * columns)));
     }
 }
 
-INLINE void fours(const whole *w, const float *bias, int64_t start, int64_t end, const float *inputs, int num, float *outputs, int aligned) {
+INLINE void fours(const whole *w, const float *bias, int64_t start, int64_t end, const float *inputs, int num,
+                  float *outputs, int late) {
     const float *weights = (const float *)w->weights;
-    int64_t columns = w->columns, head = aligned ? 4 - ((int64_t)(uintptr_t)weights / 4) % 4 : 0;
+    int64_t columns = w->columns, head = late ? 4 - ((int64_t)(uintptr_t)weights / 4) % 4 : 0;
     int64_t body = head + (columns - head) / 4 * 4, together = ROWS * VECTORS;
     for (int64_t row = start; row < end; row += together) {
         int64_t at = row + together <= end ? row : end - together;
@@ -227,7 +233,7 @@ INLINE void fours(const whole *w, const float *bias, int64_t start, int64_t end,
             const float *one = inputs + input * columns;
             for (int vector = 0; vector < VECTORS; vector++) {
                 memset(four, 0, sizeof four);
-                for (int64_t which = 0; aligned && which < ROWS; which++) {
+                for (int64_t which = 0; late && which < ROWS; which++) {
                     const float *w_row = from + (vector * ROWS + which) * columns;
                     for (int64_t column = 0; column < head; column++) {
                         float product = rounded(w_row[column] * one[column]);
@@ -276,6 +282,9 @@ INLINE void fours(const whole *w, const float *bias, int64_t start, int64_t end,
 
 #if LEVEL == 3
 #define SUMS 8
+#define PAIR 2
+#define MOST 8 /* inputs */
+#define PIECE 1024 /* columns of a pair in float32, and of an input, are in the first cache */
 #define AHEAD_ROWS 4
 
 INLINE vec eight_at(const uint16_t *from) {
@@ -290,11 +299,12 @@ INLINE uint16_t bfloat16_of(float value) {
     return value != value ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-/* The bfloat16 of a row's product with an input in float32. The row is in float32 if `row` is NULL, in `wide`. */
-INLINE float eights_of(const uint16_t *row, const float *wide, const float *input, int64_t columns, const char *next) {
+/* Of some columns of a row; these are in float32 already if `row` is NULL, in `wide`. */
+INLINE void add_eights(const uint16_t *row, const float *wide, const float *input, int64_t columns, const char *next,
+                       vec *to) {
     vec sums[SUMS];
     for (int sum = 0; sum < SUMS; sum++)
-        sums[sum] = ZERO();
+        sums[sum] = to[sum];
     for (int64_t column = 0; column < columns; column += SUMS * LANES) {
         if (row)
             ask(next + column * 2, SUMS * LANES * 2);
@@ -303,6 +313,11 @@ INLINE float eights_of(const uint16_t *row, const float *wide, const float *inpu
             sums[sum] = FMA(row ? eight_at(row + at) : LOAD(wide + at), LOAD(input + at), sums[sum]);
         }
     }
+    for (int sum = 0; sum < SUMS; sum++)
+        to[sum] = sums[sum];
+}
+
+INLINE float sum_of_eights(vec sums[SUMS]) {
     for (int apart = SUMS / 2; apart; apart /= 2)
         for (int sum = 0; sum < apart; sum++)
             sums[sum] = ADD(sums[sum], sums[sum + apart]);
@@ -311,24 +326,52 @@ INLINE float eights_of(const uint16_t *row, const float *wide, const float *inpu
     return _mm256_cvtss_f32(ADD(sum, SHUFFLED_IN_FOURS(sum, 0xb1)));
 }
 
-/* `room`: `num` inputs and a row in float32. */
-static void eights(const whole *w, const float *bias, int64_t start, int64_t end, const uint16_t *inputs, int64_t num, uint16_t *outputs, float *room) {
+/* `num` inputs, which are in float32 in `wide_inputs`, by PAIR rows. Rows are turned into float32 piece by piece, for all
+ * inputs, if there are several. */
+INLINE void eights_of(const whole *w, const uint16_t *weights, const float *wide_inputs, int64_t num, float *results) {
     int64_t columns = w->columns;
-    float *wide = room + num * columns;
-    for (int64_t at = 0; at < num * columns; at += LANES)
-        STORE(room + at, eight_at(inputs + at));
-    for (int64_t row = start; row < end; row++) {
-        const uint16_t *weights = (const uint16_t *)w->weights + row * columns;
-        const char *next = (const char *)(weights + AHEAD_ROWS * columns);
-        for (int64_t at = 0; num > 1 && at < columns; at += LANES) {
-            if (at % (4 * LANES) == 0)
-                ask(next + at * 2, 64);
-            STORE(wide + at, eight_at(weights + at));
+    vec sums[PAIR][MOST][SUMS];
+    float wide[PAIR][PIECE];
+    for (int which = 0; which < PAIR; which++)
+        memset(sums[which], 0, (size_t)num * sizeof sums[which][0]);
+    for (int64_t begin = 0; begin < columns; begin += PIECE) {
+        int64_t some = begin + PIECE < columns ? PIECE : columns - begin;
+        for (int which = 0; which < PAIR; which++) {
+            const uint16_t *row = weights + which * columns + begin;
+            const char *next = (const char *)(row + AHEAD_ROWS * columns);
+            if (num == 1) {
+                add_eights(row, NULL, wide_inputs + begin, some, next, sums[which][0]);
+                continue;
+            }
+            for (int64_t at = 0; at < some; at += LANES) {
+                if (at % (4 * LANES) == 0)
+                    ask(next + at * 2, 64);
+                STORE(wide[which] + at, eight_at(row + at));
+            }
         }
-        for (int64_t input = 0; input < num; input++) {
-            const float *one = room + input * columns;
-            float result = num > 1 ? eights_of(NULL, wide, one, columns, next) : eights_of(weights, NULL, one, columns, next);
-            outputs[input * w->rows + row] = bfloat16_of(bias ? result + bias[row] : result);
+        for (int64_t input = 0; num > 1 && input < num; input++)
+            for (int which = 0; which < PAIR; which++)
+                add_eights(NULL, wide[which], wide_inputs + input * columns + begin, some, NULL, sums[which][input]);
+    }
+    for (int which = 0; which < PAIR; which++)
+        for (int64_t input = 0; input < num; input++)
+            results[which * MOST + input] = sum_of_eights(sums[which][input]);
+}
+
+/* Of at most MOST inputs; `room` is for them in float32. */
+static void eights(const whole *w, const float *bias, int64_t start, int64_t end, const uint16_t *inputs, int64_t num,
+                   uint16_t *outputs, float *room) {
+    for (int64_t at = 0; at < num * w->columns; at += LANES)
+        STORE(room + at, eight_at(inputs + at));
+    for (int64_t row = start; row < end; row += PAIR) {
+        int64_t first = row + PAIR <= end ? row : end - PAIR;
+        float results[PAIR * MOST];
+        eights_of(w, (const uint16_t *)w->weights + first * w->columns, room, num, results);
+        for (int which = 0; which < PAIR; which++) {
+            for (int64_t input = 0; input < num; input++) {
+                float result = results[which * MOST + input];
+                outputs[input * w->rows + first + which] = bfloat16_of(bias ? result + bias[first + which] : result);
+            }
         }
     }
 }
@@ -345,7 +388,8 @@ static void eights(const whole *w, const float *bias, int64_t start, int64_t end
             chained(w, bias, start, end, inputs, count, outputs, 0);                \
         break;
 
-static void some_chained(const whole *w, const float *bias, int64_t start, int64_t end, const char *inputs, int64_t num, char *outputs) {
+static void some_chained(const whole *w, const float *bias, int64_t start, int64_t end, const char *inputs, int64_t num,
+                         char *outputs) {
     switch (num) {
         CHAINED_OF(1)
         CHAINED_OF(2)
@@ -360,7 +404,8 @@ static void some_chained(const whole *w, const float *bias, int64_t start, int64
     }
 }
 
-static void some_fours(const whole *w, const float *bias, int64_t start, int64_t end, const float *inputs, int64_t num, float *outputs) {
+static void some_fours(const whole *w, const float *bias, int64_t start, int64_t end, const float *inputs, int64_t num,
+                       float *outputs) {
     if (w->order == FOURS_LATE)
         fours(w, bias, start, end, inputs, 1, outputs, 1);
     else if (num == 1)
@@ -372,21 +417,20 @@ static void some_fours(const whole *w, const float *bias, int64_t start, int64_t
 }
 
 /* Rows [start, end), at least LANES, of the outputs [num, rows] of inputs [num, columns]. `bias` [rows] may be NULL. `room`
- * for EIGHTS: num + 1 rows of floats. */
-void OF_LEVEL(multiply_whole)(const whole *w, const float *bias, int64_t start, int64_t end, const char *inputs, int64_t num, char *outputs,
-                              float *room) {
-    int64_t size = w->is_bfloat16 ? 2 : 4, most = w->order == CHAINED ? AT_ONCE : w->order == FOURS_LATE ? 1 : 3;
+ * for EIGHTS: eight inputs in float32. */
+void OF_LEVEL(multiply_whole)(const whole *w, const float *bias, int64_t start, int64_t end, const char *inputs,
+                              int64_t num, char *outputs, float *room) {
+    static const int64_t at_once[] = {[CHAINED] = AT_ONCE, [FOURS] = 3, [FOURS_LATE] = 1, [EIGHTS] = 8};
+    int64_t size = w->is_bfloat16 ? 2 : 4, most = at_once[w->order];
     (void)room;
-#if LEVEL == 3
-    if (w->order == EIGHTS) {
-        eights(w, bias, start, end, (const uint16_t *)inputs, num, (uint16_t *)outputs, room);
-        return;
-    }
-#endif
     while (num > 0) {
         int64_t some = num < most ? num : most;
         if (w->order == CHAINED)
             some_chained(w, bias, start, end, inputs, some, outputs);
+#if LEVEL == 3
+        else if (w->order == EIGHTS)
+            eights(w, bias, start, end, (const uint16_t *)inputs, some, (uint16_t *)outputs, room);
+#endif
         else
             some_fours(w, bias, start, end, (const float *)inputs, some, (float *)outputs);
         inputs += some * w->columns * size, outputs += some * w->rows * size, num -= some;

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from swarmllm.models.quantization import kernels
 from swarmllm.models.quantization.kernels import COLD_ROWS, WORTH_A_THREAD, in_parts, least_s, library
 
-MOST_INPUTS = 8
-"""Measured with 16: torch is as fast."""
+MOST_INPUTS = 16
+"""Measured with 24: torch is as fast."""
 SMALLEST = 1 << 16
 """Numbers of a weight. Assumed: calls take as long as the products of smaller ones."""
 LARGEST_TRIED = 256 << 20
@@ -36,6 +36,10 @@ LINE = 64
 """Bytes. Where an input begins in a line of the caches can matter to torch, so others are torch's."""
 TRIALS = 4
 """Products that are compared. With one, an order was taken for right that wasn't for the last of 50 rows."""
+LARGE = 16 << 20
+"""Bytes of a weight whose rows are tried often enough in one product, if they repeat."""
+MEASURED = (1, 2, 3, 8, MOST_INPUTS)
+"""Numbers of inputs; others are as fast as the next one."""
 MOST_KNOWN = 100_000
 BLOCKS = (192, 384, 512, 1024, 1 << 30)
 """Columns whose sum is added to those of others. MKL has blocks of 192, oneDNN of 512 for one input and of 1024."""
@@ -194,7 +198,7 @@ def _multiply(inputs: Tensor, whole: _Whole, bias: Tensor | None) -> Tensor:
     at_bias = None if wide_bias is None else wide_bias.data_ptr()
 
     def part(start: int, end: int) -> None:
-        room = torch.empty((num_inputs + 1) * columns) if whole.order == _Order.EIGHTS else outputs
+        room = torch.empty(MOST_INPUTS * columns) if whole.order == _Order.EIGHTS else outputs
         library().swarmllm_multiply_whole(
             kernels.level(),
             ctypes.addressof(whole),
@@ -240,7 +244,8 @@ def _order_of(product: _Product, weight: Tensor, *, is_hard: bool) -> _How | Non
     (rows, columns), dtype, candidates = product.shape, product.dtype, _candidates(product)
     if not candidates:
         return None
-    inputs = hard_inputs(TRIALS, product.num_inputs, columns)
+    trials = 1 if weight.nbytes >= LARGE and rows % DIFFERENT_ROWS == 0 else TRIALS
+    inputs = hard_inputs(trials, product.num_inputs, columns)
     if not is_hard:
         inputs = torch.randn(inputs.shape, generator=torch.Generator().manual_seed(0))
     bias = torch.linspace(-1, 1, rows).to(dtype) if product.has_bias else None
@@ -252,7 +257,8 @@ def _order_of(product: _Product, weight: Tensor, *, is_hard: bool) -> _How | Non
         ]
         if not candidates:
             return None
-    return candidates[0] if _is_faster(dtype, product.num_inputs, candidates[0].order) else None
+    measured = next(num for num in MEASURED if num >= product.num_inputs)
+    return candidates[0] if _is_faster(dtype, measured, candidates[0].order) else None
 
 
 def _candidates(product: _Product) -> list[_How]:
