@@ -107,6 +107,7 @@ def packs_counted(packer: Packer) -> Iterator[list[int]]:
 def check_together_as_alone(blocks: BlockSpan) -> Packing:
     """Run some steps; each session gets what it gets alone. Returns the way that the span has chosen."""
     sessions = Sessions(blocks)
+    sessions.packer.traces = False  # lines are a way besides
     with packs_counted(sessions.packer) as sizes:
         errors = [sessions.step(lengths) for lengths in STEPS]
     assert max(errors) <= RELATIVE, errors

@@ -145,7 +145,7 @@ def spoil_block(cache: SpanCache, block_idx: int) -> None:
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("spoilt")
 
-    cache.layers[block_idx].update = fail
+    cache.layers[block_idx].update = cache.layers[block_idx].extend = fail
 
 
 def test_unusual_calls_run_alone_beside_the_others(llama: BlockSpan) -> None:

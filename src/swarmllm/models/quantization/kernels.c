@@ -11,6 +11,8 @@ void swarmllm_dequantize_3(const weight *, int64_t, int64_t, float *);
 void swarmllm_dequantize_4(const weight *, int64_t, int64_t, float *);
 void swarmllm_step_3(step *);
 void swarmllm_step_4(step *);
+void swarmllm_step_part_3(step *, int64_t, int64_t);
+void swarmllm_step_part_4(step *, int64_t, int64_t);
 void swarmllm_help_3(step *, int64_t);
 void swarmllm_help_4(step *, int64_t);
 #endif
@@ -99,6 +101,17 @@ void swarmllm_step(int64_t level, step *s) {
     }
 #endif
     swarmllm_step_1(s);
+}
+
+/* The operations [start, end) alone. */
+void swarmllm_step_part(int64_t level, step *s, int64_t start, int64_t end) {
+#ifdef WIDER
+    if (level >= 3) {
+        (level == 3 ? swarmllm_step_part_3 : swarmllm_step_part_4)(s, start, end);
+        return;
+    }
+#endif
+    swarmllm_step_part_1(s, start, end);
 }
 
 /* For other threads, while the step runs. */

@@ -510,6 +510,11 @@ INLINE void write_numbers(const float *from, int kind, int64_t size, void *to) {
             ((float *)to)[i] = from[i];
 }
 
+/* Some operations alone; torch computes those between. */
+void OF_LEVEL(step_part)(step *s, int64_t start, int64_t end) {
+    run_line(s, start, end);
+}
+
 void OF_LEVEL(step)(step *s) {
     int64_t row_bytes = s->hidden_size * (s->kept_kind == BFLOAT16 ? 2 : 4);
     for (int64_t row = 0; row < s->num_rows; row++)

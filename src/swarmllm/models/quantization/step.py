@@ -5,6 +5,9 @@ results in memory, and hands everything to C. It knows neither models nor sessio
 
 A line is for one new position. It runs for several rows at a time, each in an *arena* of its own. A result's place in
 the arena is used again after the result's last use.
+
+Blocks that aren't quantized must compute torch's own bits. Their lines have `Call`s, which torch computes on tensors of
+the arenas; the operations between two calls run in C.
 """
 
 import ctypes
@@ -12,7 +15,7 @@ import functools
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from enum import IntEnum, auto
 from typing import Any
@@ -60,6 +63,8 @@ class Kind(IntEnum):
     APPEND_KEYS = auto()
     APPEND_VALUES = auto()
     ATTEND = auto()
+    CALL = auto()
+    """Never in C: see `Call`."""
 
 
 class _Place(ctypes.Structure):
@@ -130,6 +135,14 @@ def _functions() -> tuple[Any, Any]:
     return run, assist
 
 
+@functools.cache
+def _run_some() -> Any:
+    """The compiled function that runs some operations. It keeps Python's lock: they take microseconds."""
+    run = ctypes.PyDLL(None, handle=kernels.library()._handle).swarmllm_step_part
+    run.argtypes, run.restype = (ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64), None
+    return run
+
+
 def _help(step: _Step, thread: int) -> None:
     """Take parts of a step until it ends; `step` lives at least as long."""
     _functions()[1](kernels.level(), ctypes.addressof(step), thread)
@@ -148,6 +161,28 @@ class View:
     def value(self) -> int | None:
         """The number of the value; None for a tensor."""
         return None if isinstance(self.storage, Tensor) else self.storage
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """A tensor of a row. The strides of `view` are those of its axes."""
+
+    view: View
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """An operation that torch computes."""
+
+    function: Callable[..., Tensor]
+    """Takes a tensor `[rows, *shape]` for each of `reads`. If it attends, it is called for each session, with the keys
+    and values of that session besides."""
+    reads: tuple[Seen, ...]
+    out: Seen
+    attends: bool = False
+    """True for attention to the keys and values of `Operation.block`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,13 +207,15 @@ class Operation:
     """The block whose keys and values are appended or attended to."""
     window: int = 0
     """Last positions that ATTEND sees, the new one included; 0: all."""
+    call: Call | None = None
+    """What a CALL does."""
     problem: str = ""
     """The reason why it can't be run, if it can't."""
 
     @property
     def inputs(self) -> list[int]:
         """The values that it reads."""
-        views = (self.one, self.other)
+        views = (self.one, self.other) if self.call is None else [seen.view for seen in self.call.reads]
         return [view.value for view in views if view is not None and view.value is not None]
 
     @property
@@ -242,7 +279,7 @@ def simplified(recorded: Recorded) -> Recorded:
                 operations[maker] = replace(operations[maker], rounds=True)
                 same[out] = one.one
         if out not in same:
-            if makes_all:
+            if makes_all and one.call is None:  # torch decides where calls round
                 by[out] = len(operations)
             operations.append(one)
         elif same[out].value is not None:
@@ -255,7 +292,10 @@ def simplified(recorded: Recorded) -> Recorded:
 def _seen_as(operation: Operation, same: dict[int, View]) -> Operation:
     other = None if operation.other is None else _through(operation.other, same)
     out = _through(operation.out, same) if operation.is_kept else operation.out
-    return replace(operation, one=_through(operation.one, same), other=other, out=out)
+    call = operation.call
+    if call is not None:
+        call = replace(call, reads=tuple(replace(seen, view=_through(seen.view, same)) for seen in call.reads))
+    return replace(operation, one=_through(operation.one, same), other=other, out=out, call=call)
 
 
 def _through(view: View, same: dict[int, View]) -> View:
@@ -330,6 +370,9 @@ class Rows:
     new position."""
     most_seen: int
     """Most positions that a row attends to."""
+    sessions: Sequence[tuple[int, Sequence[tuple[Tensor, Tensor]]]] = ()
+    """For lines with calls: the number of rows of each session, and of each block its keys and values
+    `[rows, heads, positions, head]`, those of the new position included."""
 
 
 @dataclass(eq=False)
@@ -345,6 +388,10 @@ class Line:
     _inputs: Tensor = field(init=False, default_factory=lambda: torch.empty(0))
     _scores: Tensor = field(init=False, default_factory=lambda: torch.empty(0))
     _queries: Tensor = field(init=False, default_factory=lambda: torch.empty(0))
+    _tensors: dict[int, dict[int, list[Tensor]]] = field(init=False, default_factory=dict)
+    """By number of rows and operation: what its call reads and writes, in the arena."""
+    _parts: dict[tuple[int, int], list[tuple[int, int, int | None]]] = field(init=False, default_factory=dict)
+    """By first operation and end: operations `[start, end)` that run in C, and the call that follows."""
 
     def __post_init__(self) -> None:
         self._places = places(self.recorded)
@@ -366,7 +413,9 @@ class Line:
         entries, num_rows = self.recorded.entries, len(rows.positions)
         outputs = torch.empty_like(rows.hidden)
         arena_floats = self._places[1]
-        self._arena = _room(self._arena, num_rows * arena_floats)
+        if self._arena.numel() < num_rows * arena_floats:
+            self._arena = torch.empty(num_rows * arena_floats)
+            self._tensors.clear()
         num_threads = min(torch.get_num_threads(), self._most_threads)
         self._inputs = _room(self._inputs, num_rows * self._widest)
         self._scores = _room(self._scores, num_threads * QUERIES * rows.most_seen)
@@ -384,10 +433,76 @@ class Line:
             ctypes.addressof(stored), ctypes.addressof(positions),
             rows.hidden.data_ptr(), outputs.data_ptr(), num_threads, QUERIES * rows.most_seen,
         )  # fmt: skip
+        if self.has_calls:
+            self._run_in_parts(step, rows, outputs)
+            return outputs
         for thread in range(1, num_threads):
             kernels.threads().submit(_help, step, thread)
         _functions()[0](kernels.level(), ctypes.addressof(step))
         return outputs
+
+    @functools.cached_property
+    def has_calls(self) -> bool:
+        """True if torch computes some of the operations."""
+        return any(one.call is not None for one in self.recorded.operations)
+
+    def _run_in_parts(self, step: _Step, rows: Rows, outputs: Tensor) -> None:
+        """Run in turns what C and what torch computes; `step` says where and for which rows."""
+        num_rows = step.num_rows
+        arenas = self._arena[: num_rows * step.arena_floats].view(num_rows, -1)
+        if step.position_at >= 0:
+            arenas[:, step.position_at].copy_(torch.tensor(rows.positions))
+        self._run_some(step, rows, 0, step.preamble)
+        arenas.narrow(1, step.hidden_at, self.hidden_size).copy_(rows.hidden)
+        self._run_some(step, rows, step.start, step.end)
+        outputs.copy_(arenas.narrow(1, step.output_at, self.hidden_size))
+
+    def _run_some(self, step: _Step, rows: Rows, first: int, end: int) -> None:
+        run, level, at_step, tensors = _run_some(), kernels.level(), ctypes.addressof(step), self._of_calls(step)
+        for start, stop, called in self._split(first, end):
+            if start < stop:
+                run(level, at_step, start, stop)
+            if called is None:
+                continue
+            operation = self.recorded.operations[called]
+            assert operation.call is not None
+            *read, out = tensors[called]
+            given = [
+                one if seen.dtype == torch.float32 else one.to(seen.dtype)
+                for one, seen in zip(read, operation.call.reads, strict=True)
+            ]
+            if operation.call.attends:
+                _attend(operation.call, given[0], rows, operation.block - step.first_block, out)
+            else:
+                out.copy_(operation.call.function(*given))
+
+    def _split(self, first: int, end: int) -> list[tuple[int, int, int | None]]:
+        """Operations `[start, end)` that run in C, and the call that follows, if one does."""
+        if (first, end) not in self._parts:
+            parts: list[tuple[int, int, int | None]] = []
+            start = first
+            for idx in range(first, end):
+                if self.recorded.operations[idx].call is not None:
+                    parts.append((start, idx, idx))
+                    start = idx + 1
+            self._parts[first, end] = [*parts, (start, end, None)]
+        return self._parts[first, end]
+
+    def _of_calls(self, step: _Step) -> dict[int, list[Tensor]]:
+        """For each call: the tensors `[rows, …]` that it reads and the one that it writes, in the arenas."""
+        num_rows, arena_floats = step.num_rows, step.arena_floats
+        if num_rows not in self._tensors:
+            self._tensors[num_rows] = {
+                idx: [
+                    self._arena.as_strided(
+                        (num_rows, *seen.shape), (arena_floats, *seen.view.strides), self._offset(seen.view)
+                    )
+                    for seen in (*one.call.reads, one.call.out)
+                ]
+                for idx, one in enumerate(self.recorded.operations)
+                if one.call is not None
+            }
+        return self._tensors[num_rows]
 
     def _offset(self, view: View) -> int:
         assert view.value is not None
@@ -406,6 +521,15 @@ class Line:
         if isinstance(view.storage, Tensor):
             return _Place(view.storage.data_ptr() + 4 * view.offset, 0, strides)
         return _Place(None, self._offset(view), strides)
+
+
+def _attend(call: Call, queries: Tensor, rows: Rows, block: int, out: Tensor) -> None:
+    """Attend from all rows, session after session; `block` counts from the first one of the run."""
+    start = 0
+    for num_rows, blocks in rows.sessions:
+        some = slice(start, start + num_rows)
+        out[some].copy_(call.function(queries[some], *blocks[block]))
+        start += num_rows
 
 
 def _room(tensor: Tensor, num_floats: int) -> Tensor:

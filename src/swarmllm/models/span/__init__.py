@@ -16,7 +16,9 @@ attention         switching a model to another attention function; fast attentio
 page_pool         keys and values of all sessions in pages of one pool: taken, freed, written to, attended to
 paged_attention   several sessions in one row, on pages
 paged_kernels     the same by Triton, on CUDA
-traced_step       decode steps on CPUs as straight lines of operations, without the model's code; adding an operation
+traced_step       decode steps on CPUs as straight lines of operations, without the model's code
+step_recorder     the operations of such a step, recorded; adding an operation
+exact_recorder    the same for blocks that must compute torch's own bits
 decode_graphs     decode steps that are recorded once as CUDA graphs
 fused_step        decode steps of blocks of Llama's kind, in few kernels
 fused_kernels     these kernels

@@ -36,13 +36,16 @@ from swarmllm.models.span.page_pool import PagePool, Placed, why_no_kernels
 from swarmllm.models.span.paged_attention import SHORT_TOKENS, PagedAttention
 from swarmllm.models.span.span_cache import SpanCache
 from swarmllm.models.span.traced_step import TracedSteps
-from swarmllm.models.span.trials import random_inputs
+from swarmllm.models.span.trials import parts_of_each_kind, random_inputs
 
 logger = logging.getLogger(__name__)
 
 MAX_PADDED_TOKENS = 16
 """New positions of one call that may be padded. Assumed: for more, copying the caches costs more than reading the
 weights."""
+
+TRIALS = 3
+"""Steps whose bits are compared."""
 
 OutputOrError = Tensor | Exception
 """Hidden states, or the error of the call."""
@@ -136,11 +139,14 @@ class PackedForward:
         line = self.traced.line(span, calls[0].inputs.hidden_states.dtype)
         stored: list[int] = []
         positions: list[int] = []
+        sessions: list[tuple[int, list[tuple[Tensor, Tensor]]]] = []
         most_seen = 0
         for call in calls:
             seq_len, rows = call.inputs.seq_len, call.inputs.batch_size
             of_blocks = call.cache.extend(seq_len)
             most_seen = max(most_seen, *(one.start + seq_len for one in of_blocks))
+            if line.has_calls:
+                sessions.append((rows, [one.seen() for one in of_blocks]))
             for row in range(rows):
                 places = [(one.addresses(row), one.start) for one in of_blocks]
                 for idx in range(seq_len):
@@ -150,7 +156,7 @@ class PackedForward:
             given = _positions(call).flatten().tolist() if call.inputs.position_ids is not None else None
             positions += given or rows * list(range(call.cache.length, call.end_position))
         hidden = torch.cat([call.inputs.hidden_states.flatten(0, 1) for call in calls])
-        output = line.run(StepRows(hidden, positions, stored, most_seen), span.start, span.end)
+        output = line.run(StepRows(hidden, positions, stored, most_seen, sessions), span.start, span.end)
         if len(calls) == 1:
             return [output.view(shapes[0])]
         parts = torch.split(output, [shape[0] * shape[1] for shape in shapes])
@@ -391,11 +397,31 @@ class Packer:
         began_at = time.perf_counter()
         try:
             self.forward.traced.line(self.blocks.span, self.blocks.dtype)
+            self._check_exactness()
         except PackingUnsupportedError as error:
             self.traces = False
             logger.info("decode steps are run by the model's own code: %s", error)
             return
         logger.info("decode steps run as lines of operations, recorded in %.1f s", time.perf_counter() - began_at)
+
+    def _check_exactness(self) -> None:
+        """Check that steps of blocks that aren't quantized have the same bits by their line as by the model's own code.
+
+        Raises:
+            PackingUnsupportedError: they have others.
+        """
+        blocks = self.blocks
+        for part in parts_of_each_kind(blocks) if self.forward.traced.is_exact else ():
+            caches = blocks.new_cache(part), blocks.new_cache(part)
+            for cache in caches:
+                blocks.forward(random_inputs(blocks, 3), part, cache)
+            inputs = random_inputs(blocks, 1)
+            for _ in range(TRIALS):
+                (traced,) = self.forward.run_packed([SessionCall(inputs, part, caches[0])], Packing.TRACED)
+                expected = blocks.forward(inputs, part, caches[1])
+                if not torch.equal(traced, expected):
+                    raise PackingUnsupportedError("other bits than by the model's own code")
+                inputs = inputs.with_hidden(expected)
 
     def run_calls(self, calls: Sequence[SessionCall], way: Packing | None = None) -> list[OutputOrError]:
         """Run the calls; returns for each, in order, the result of `BlockSpan.forward` or its exception.
@@ -454,8 +480,13 @@ class Packer:
     # ------------------------------------------------------------------ calls that run together
 
     def _traceable(self, calls: Sequence[SessionCall]) -> list[int]:
-        """The calls of few new positions that can run traced; none if they have so many rows that torch is faster."""
+        """The calls of few new positions that can run traced; none if they have so many rows that torch is faster.
+
+        Weights that aren't quantized are multiplied by tokens and prompts at once, as that reads them once.
+        """
         found = [idx for idx, call in enumerate(calls) if self._is_traceable(call)]
+        if len(found) < len(calls) and self.forward.traced.is_exact:
+            return []
         num_rows = sum(calls[idx].inputs.batch_size * calls[idx].inputs.seq_len for idx in found)
         if num_rows <= max(kernels.AT_A_TIME, self.forward.traced.most_rows):
             return found
@@ -464,6 +495,8 @@ class Packer:
     def _is_traceable(self, call: SessionCall) -> bool:
         inputs, cache = call.inputs, call.cache
         if inputs.seq_len > SHORT_TOKENS or not cache.length or cache.span != call.span or inputs.adapter is not None:
+            return False
+        if not self.forward.traced.takes(inputs.seq_len):
             return False
         if inputs.hidden_states.ndim != 3 or _num_axes(inputs.position_ids):
             return False

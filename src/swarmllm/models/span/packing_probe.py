@@ -165,9 +165,9 @@ class PackingProbe:
         groups: list[list[SessionCall]] = [[call] for call in calls]
         if way in (Packing.PAGED, Packing.RAGGED):
             groups = [calls]
-        elif way == Packing.TRACED:  # a session's first step makes its buffers
-            has_begun = [call for call in calls if call.cache.length]
-            groups = [[call] for call in calls if not call.cache.length] + ([has_begun] if has_begun else [])
+        elif way == Packing.TRACED:
+            traced = [call for call in calls if self._may_be_traced(call)]
+            groups = [[call] for call in calls if not self._may_be_traced(call)] + ([traced] if traced else [])
         elif way == Packing.PADDED:
             by_length = sorted({call.inputs.seq_len for call in calls})
             groups = [[call for call in calls if call.inputs.seq_len == length] for length in by_length]
@@ -175,12 +175,15 @@ class PackingProbe:
             groups = [[call] for call in calls]
         results: dict[int, Tensor] = {}
         for group in groups:
-            if way is not None and (len(group) > 1 or (way == Packing.TRACED and group[0].cache.length)):
+            if way is not None and (len(group) > 1 or (way == Packing.TRACED and self._may_be_traced(group[0]))):
                 outputs = self.forward.run_packed(group, way)
             else:
                 outputs = [self._advance(call) for call in group]
             results.update(zip(map(id, group), outputs, strict=True))
         return [results[id(call)] for call in calls]
+
+    def _may_be_traced(self, call: SessionCall) -> bool:  # a session's first step makes its buffers
+        return call.cache.length > 0 and self.forward.traced.takes(call.inputs.seq_len)
 
     def _advance(self, call: SessionCall) -> Tensor:
         return self.span.forward(call.inputs, call.span, call.cache)

@@ -60,12 +60,12 @@ class PagedBatch(RaggedCache):
         self.keys = key_states
         return key_states, value_states
 
-    def attend(self, query: Tensor, scale: float, window: int) -> Tensor:
-        """Attention to the keys of the block that was updated last."""
+    def attend(self, asked: "Asked") -> Tensor:
+        """Attention to the keys of the block that was updated last: `[1, total, heads, head]`."""
         assert self.pool is not None
         assert self.placed is not None
         keys, values = self.pool.keys[self.block_idx], self.pool.values[self.block_idx]
-        return attend_pages(query, keys, values, self.pool.tables, self.placed, scale, window)
+        return attend_pages(asked.query, keys, values, self.pool.tables, self.placed, asked.scale, asked.window)
 
 
 class PagedAttention:
@@ -79,7 +79,8 @@ class PagedAttention:
         """
         self.blocks = blocks
         self._configs = attention_configs(blocks.stack)
-        only_way(self._configs)
+        self.usual = only_way(self._configs)
+        """The name of the model's own attention function."""
         self.cache = PagedBatch(blocks.stack.config, blocks.slots.first)
         AttentionInterface.register(NAME, _attend)
         AttentionMaskInterface.register(NAME, _make_rule)
@@ -136,6 +137,20 @@ class Window:
     length: int
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Asked:
+    """A call of an attention function."""
+
+    module: nn.Module
+    query: Tensor
+    """`[1, heads, total, head]`."""
+    scale: float
+    window: int
+    """Last positions that are seen; 0: all."""
+    options: dict[str, Any]
+    """Its other arguments."""
+
+
 def _make_rule(**arguments: Any) -> Window:
     given = arguments.get("attention_mask")
     if _running.batch is None or "mask_function" not in arguments or given is not None:
@@ -155,7 +170,7 @@ def _attend(
         raise PackingUnsupportedError("the model's attention has rules besides its mask")
     scale = kwargs.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    return batch.attend(query, scale, attention_mask.length), None
+    return batch.attend(Asked(module, query, scale, attention_mask.length, kwargs)), None
 
 
 # ---------------------------------------------------------------------- what a mask shows

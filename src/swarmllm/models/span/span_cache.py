@@ -72,7 +72,7 @@ class BufferedCacheLayer(DynamicLayer):
                 _larger(buffer, start, end, buffer) for buffer in (self.key_buffer, self.value_buffer)
             )
         self.length = end
-        return StoredRows(self.key_buffer, self.value_buffer, start)
+        return StoredRows(self.key_buffer, self.value_buffer, start, end)
 
     def part(self, start: int, end: int) -> tuple[Tensor, Tensor] | None:
         """Copies of the keys and values of positions `[start, end)`; None if this block keeps none of its own."""
@@ -121,14 +121,19 @@ class BufferedWindowLayer(DynamicSlidingWindowLayer):
         for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
             buffer.narrow(-2, start, new).copy_(states)
         self._advance(new)
-        return self._last(min(kept, self.sliding_window - 1) + new if self.record_past else kept + new)
+        return self._last(self._num_seen(kept, new))
 
     def extend(self, num_positions: int) -> "StoredRows":
         """Make room for so many positions, which the caller writes to the buffers itself."""
         keys, values = self._buffers
+        kept = self.num_kept
         start = self._make_room(keys, values, num_positions)
         self._advance(num_positions)
-        return StoredRows(*self._buffers, start)
+        return StoredRows(*self._buffers, start, self._num_seen(kept, num_positions))
+
+    def _num_seen(self, kept: int, new: int) -> int:
+        """Positions that new ones attend to, themselves included."""
+        return min(kept, self.sliding_window - 1) + new if self.record_past else kept + new
 
     @property
     def _buffers(self) -> tuple[Tensor, Tensor]:
@@ -205,6 +210,13 @@ class StoredRows:
     keys: Tensor
     values: Tensor
     start: int
+    num_seen: int
+    """Positions that the new ones attend to, themselves included."""
+
+    def seen(self) -> tuple[Tensor, Tensor]:
+        """Views of what a single new position attends to, as the layer's `update` returns them."""
+        first = self.start + 1 - self.num_seen
+        return self.keys.narrow(-2, first, self.num_seen), self.values.narrow(-2, first, self.num_seen)
 
     def addresses(self, row: int) -> tuple[int, int, int, int]:
         """Addresses of a row's keys and values, and the number of positions that each has room for."""

@@ -1,0 +1,140 @@
+"""Steps of blocks that aren't quantized as lines of operations: the very bits of the model's own code."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.numerics.sessions_together import RELATIVE, Sessions, packer_of
+from tests.numerics.test_traced import lines_counted, load
+from torch import Tensor, nn
+
+from swarmllm.data_structures import Span
+from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.quantization import step
+from swarmllm.models.span import exact_recorder
+from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.models.span.packing import Packer, Packing, SessionCall
+from swarmllm.models.span.packing_probe import right_ways
+from swarmllm.models.span.span_cache import SpanCache
+from swarmllm.models.span.trials import random_inputs
+
+pytestmark = pytest.mark.skipif(bool(step.why_no_steps()), reason="needs the compiled kernels")
+
+DTYPES = [torch.float32, torch.bfloat16]
+MODELS = [
+    "llama", "qwen2", "qwen3", "gemma", "gemma3_text", "mistral", "olmo2", "granite", "gpt_neox", "gpt2", "cohere2",
+    "glm4", "phi3", "stablelm", "starcoder2", "opt",
+]  # fmt: skip
+"""Among them are windows (of 5 positions), biases, matrices the other way round, and norms of several kinds."""
+
+
+class Pair:
+    """A session twice: by lines, and by the model's own code."""
+
+    def __init__(self, blocks: BlockSpan, span: Span | None = None, rows: int = 1) -> None:
+        self.blocks, self.span, self.rows = blocks, span or blocks.span, rows
+        self.packer = packer_of(blocks)
+        if self.packer.traces:
+            self.packer.trace()
+        self.random = torch.Generator().manual_seed(1)
+        self.caches: tuple[SpanCache, SpanCache] = (blocks.new_cache(self.span), blocks.new_cache(self.span))
+
+    def step(self, seq_len: int) -> tuple[Tensor, Tensor]:
+        given = random_inputs(self.blocks, seq_len, self.rows)
+        hidden = torch.randn(given.hidden_states.shape, generator=self.random).to(self.blocks.dtype)
+        inputs: BlockInputs = given.with_hidden(hidden)
+        (got,) = self.packer.run_calls([SessionCall(inputs, self.span, self.caches[0])])
+        if isinstance(got, Exception):
+            raise got
+        return got, self.blocks.forward(inputs, self.span, self.caches[1])
+
+    def check(self, seq_len: int) -> None:
+        got, expected = self.step(seq_len)
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("model_type", MODELS)
+def test_bits_of_the_models_own_code(model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    pair = Pair(load(model_type, tmp_path, dtype, "none"))
+    assert pair.packer.traces
+    pair.check(3)
+    with lines_counted() as rows:
+        for _ in range(12):
+            pair.check(1)
+    assert rows == [1] * 12
+
+
+@pytest.fixture(scope="module", params=DTYPES, ids=str)
+def llama(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> BlockSpan:
+    return load("llama", tmp_path_factory.mktemp("llama"), request.param, "none")
+
+
+@pytest.fixture(scope="module", params=["mistral", "gemma3_text"])
+def with_windows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> BlockSpan:
+    return load(request.param, tmp_path_factory.mktemp("windows"), torch.float32, "none")
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.integers(1, 3), st.lists(st.sampled_from([1, 1, 1, 2, 7]), min_size=1, max_size=12), st.integers(1, 140),
+    st.tuples(st.integers(0, 3), st.integers(1, 4)),
+)  # fmt: skip
+def test_any_steps(llama: BlockSpan, rows: int, lengths: list[int], prompt: int, ends: tuple[int, int]) -> None:
+    start, end = ends
+    pair = Pair(llama, Span(start, max(end, start + 1)), rows)
+    pair.check(prompt)
+    with lines_counted() as counted:
+        for length in lengths:
+            pair.check(length)
+    assert counted == [rows] * lengths.count(1), "several positions are multiplied at once"
+
+
+@pytest.mark.parametrize("record_past", [False, True])
+def test_windows_and_rollbacks(with_windows: BlockSpan, record_past: bool) -> None:
+    pair = Pair(with_windows)
+    if record_past:
+        for cache in pair.caches:
+            cache.record_past()
+    for length in (2, 1, 1, 1, 1, 3, 1):
+        pair.check(length)
+    if record_past:
+        for cache in pair.caches:
+            cache.rollback(4)
+    with lines_counted() as counted:
+        for _ in range(8):
+            pair.check(1)
+    assert counted == [1] * 8
+
+
+def test_sessions_together(tmp_path: Path) -> None:
+    sessions = Sessions(load("llama", tmp_path, quant_type="none"))
+    assert sessions.packer.traces
+    with lines_counted() as counted:
+        steps = ((4, 3, 11, 20), (1, 1, 2, 5), (1, 1, 1, 1), (3, 1, 17, 1))
+        errors = [sessions.step(lengths) for lengths in steps]
+    assert max(errors) <= RELATIVE, errors
+    assert counted == [1 + 2 + 1 + 1], "where all have one new position: else weights would be read twice"
+
+
+@pytest.mark.parametrize("name", ["silu", "mean", "bmm"])
+def test_other_bits_are_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact_recorder, "_ONE_RESULT", exact_recorder._ONE_RESULT | {name})
+    blocks = load("llama", tmp_path, quant_type="none")
+    packer = Packer(blocks, right_ways(blocks))
+    packer.trace()
+    assert packer.traces == (name == "bmm"), "products of two numbers have one right result"
+
+
+def test_attention_of_another_kind_is_left_to_the_model(tmp_path: Path) -> None:
+    blocks = load("llama", tmp_path, quant_type="none")
+    blocks.stack.config._attn_implementation = "eager"
+    assert Packing.TRACED not in right_ways(blocks)
+
+
+def test_random_operations_are_left_to_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = load("llama", tmp_path, quant_type="none")
+    monkeypatch.setattr(blocks.slots.block(0).mlp, "act_fn", nn.Dropout(0.1).train())
+    assert Packing.TRACED not in right_ways(blocks)
