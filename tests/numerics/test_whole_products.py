@@ -3,12 +3,16 @@
 import functools
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from swarmllm.models.quantization import kernels, whole
 from swarmllm.models.quantization.whole import BLOCKS, MOST_INPUTS, Linear, _How, _multiply, _Order, _Whole, hasten
@@ -45,7 +49,6 @@ def test_the_bits_are_torchs(
     monkeypatch.setattr(whole, "_is_faster", lambda *_: True)
     monkeypatch.setattr(whole, "_found", {})
     module = hastened(rows, columns, dtype, bias=bias)
-    assert type(module) is Linear
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for num_inputs, seed in itertools.product((*range(1, MOST_INPUTS + 1), MOST_INPUTS + 1, 40), range(3)):
@@ -81,7 +84,8 @@ def test_with_several_threads(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatc
     try:
         for num_threads in (2, 3):
             torch.set_num_threads(num_threads)
-            module = hastened(520, 640, dtype)
+            module = nn.Linear(640, 520, bias=False).to(dtype)
+            hasten([module], {1, num_threads})
             with torch.inference_mode():
                 for num_inputs in range(1, MOST_INPUTS + 1):
                     inputs = torch.randn(num_inputs, 640).to(dtype)
@@ -90,36 +94,120 @@ def test_with_several_threads(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatc
         torch.set_num_threads(before)
 
 
-@needs_kernels
-def test_some_order_is_known_here() -> None:
-    """Not true of every processor; those of this project's machines have MKL's order for AMD, or oneDNN's."""
-    module = hastened(1024, 512, torch.bfloat16)
-    if not taken(module):
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> nn.Linear:
+    """A module in bfloat16 whose products with few inputs our kernels compute."""
+    monkeypatch.setattr(whole, "_is_faster", lambda *_: True)
+    monkeypatch.setattr(whole, "_known", {})
+    module = hastened(512, 512, torch.bfloat16, bias=True)
+    if type(module) is not Linear:
         pytest.skip("torch adds in another order here")
-    assert 1 in taken(module)
-
-
-def test_gradients_are_torchs() -> None:
-    module = hastened(512, 512, torch.float32)
-    inputs = torch.randn(2, 512, requires_grad=True)
-    (grad,) = torch.autograd.grad(module(inputs).square().sum(), inputs)
-    (expected,) = torch.autograd.grad(F.linear(inputs, module.weight).square().sum(), inputs)
-    assert torch.equal(grad, expected)
-    assert module.weight.requires_grad
-    module(inputs.detach()).sum().backward()
-    assert module.weight.grad is not None
-
-
-def test_other_inputs_are_torchs() -> None:
-    module = hastened(512, 512, torch.float32)
-    wide = torch.randn(2, 1024)
     with torch.no_grad():
-        for inputs in (wide[:, :512], wide[:, 1::2], torch.randn(512), torch.randn(0, 512), torch.randn(512, 2).T):
-            assert torch.equal(module(inputs), F.linear(inputs, module.weight))
-        with pytest.raises(RuntimeError):
-            module(torch.randn(1, 512).bfloat16())
+        module(torch.randn(2, 512).bfloat16())
+    assert any(one is not None for one in whole._known.values()), "looked up from now on"
+    monkeypatch.setattr(whole, "_multiply", CountedProducts())
+    return module
+
+
+class CountedProducts:
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __call__(self, *args: Any) -> Tensor:
+        self.number += 1
+        return _multiply(*args)
+
+
+def ours(module: nn.Linear, inputs: Tensor) -> bool:
+    """True if our kernels multiply these; the result must be torch's in any case."""
+    counting = whole._multiply
+    assert isinstance(counting, CountedProducts)
+    before = counting.number
+    assert torch.equal(module(inputs), F.linear(inputs, module.weight, module.bias))
+    return counting.number > before
+
+
+@needs_kernels
+def test_what_torch_multiplies(known: nn.Linear) -> None:
+    aligned = torch.randn(2, 512).bfloat16()
+    wide = torch.randn(2, 1024).bfloat16()
+    with torch.no_grad():
+        assert ours(known, aligned)
+        for inputs in (wide[:, :512], wide[:, 1::2], aligned[0], aligned[:0], torch.randn(512, 2).bfloat16().T):
+            assert not ours(known, inputs)
+        assert not ours(known, wide.flatten()[1:1025].view(2, 512)), "within a line of the caches"
+        assert not ours(known, torch.randn(MOST_INPUTS + 1, 512).bfloat16())
+        before = torch.backends.mkldnn.set_flags(_enabled=False)
+        try:
+            assert not ours(known, aligned)
+        finally:
+            torch.backends.mkldnn.set_flags(_enabled=before[0])
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert module(torch.randn(1, 512)).dtype == torch.bfloat16
+            assert not ours(known, aligned)
+    assert not ours(known, aligned), "gradients of weights"
+    known.requires_grad_(False)
+    assert ours(known, aligned)
+    assert not ours(known, aligned.clone().requires_grad_())
+
+
+@needs_kernels
+@pytest.mark.parametrize("shape", [(1, 700), (2, 256), (1, 1024), (1, 1, 256)])
+def test_inputs_of_another_width(known: nn.Linear, shape: tuple[int, ...]) -> None:
+    with torch.no_grad(), pytest.raises(RuntimeError):
+        known(torch.randn(shape).bfloat16())
+    with torch.no_grad(), pytest.raises(RuntimeError):
+        known(torch.randn(1, 512))
+
+
+@needs_kernels
+def test_a_bias_of_another_kind(known: nn.Linear) -> None:
+    inputs = torch.randn(2, 512).bfloat16()
+    with torch.no_grad():
+        for bias in (torch.randn(1).bfloat16(), torch.randn(512, 2).bfloat16()[:, 0]):
+            assert torch.equal(whole.linear(inputs, known.weight, bias), F.linear(inputs, known.weight, bias))
+        with pytest.raises(RuntimeError):
+            whole.linear(inputs, known.weight, torch.randn(512))
+
+
+@needs_kernels
+def test_torch_sees_products_that_it_records(known: nn.Linear) -> None:
+    inputs = torch.randn(2, 512).bfloat16()
+    with torch.no_grad():
+        graph = make_fx(known)(inputs).graph
+        assert any("addmm" in str(node.target) for node in graph.nodes)
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            assert known(mode.from_tensor(inputs)).shape == (2, 512)
+        with forward_ad.dual_level():
+            dual = known(forward_ad.make_dual(inputs, torch.ones_like(inputs)))
+            assert forward_ad.unpack_dual(dual).tangent is not None
+        assert torch.func.vmap(known)(inputs[:, None]).shape == (2, 1, 512)
+        assert torch.equal(torch.export.export(known, (inputs,)).module()(inputs), known(inputs))
+
+
+@needs_kernels
+def test_gradients_are_torchs(known: nn.Linear) -> None:
+    inputs = torch.randn(2, 512).bfloat16().requires_grad_()
+    (grad,) = torch.autograd.grad(known(inputs).square().sum(), inputs)
+    (expected,) = torch.autograd.grad(F.linear(inputs, known.weight, known.bias).square().sum(), inputs)
+    assert torch.equal(grad, expected)
+    known(inputs.detach()).sum().backward()
+    assert known.weight.grad is not None
+
+
+@needs_kernels
+def test_numbers_of_threads(known: nn.Linear) -> None:
+    """Orders are tried with the numbers that are given; with others, torch multiplies."""
+    before = torch.get_num_threads()
+    inputs = torch.randn(2, 512).bfloat16()
+    try:
+        torch.set_num_threads(before + 1)
+        with torch.no_grad():
+            assert not ours(known, inputs)
+            whole.find_orders(known.weight.detach(), has_bias=True, threads=(before, before + 1))
+            assert torch.get_num_threads() == before + 1
+            ours(known, inputs)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_weight_that_changes_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,6 +222,22 @@ def test_a_weight_that_changes_place(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(module(inputs), F.linear(inputs, module.weight))
         module.weight.data = torch.randn(128, 512)
         assert torch.equal(module(inputs.float()), F.linear(inputs.float(), module.weight))
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_that_are_tried_themselves(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of large ones may not fit. Random numbers must tell as much as hard ones."""
+    monkeypatch.setattr(whole, "_is_faster", lambda *_: True)
+    found = []
+    for largest, seed in ((whole.LARGEST_TRIED, 0), *((0, seed) for seed in range(4))):
+        monkeypatch.setattr(whole, "_found", {})
+        monkeypatch.setattr(whole, "LARGEST_TRIED", largest)
+        weight = torch.randn(256, 2816, generator=torch.Generator().manual_seed(seed)).to(dtype)
+        whole.find_orders(whole._at(weight, 0))
+        few = whole.MOST_INPUTS_OF_LARGEST
+        found.append({key.num_inputs: how for key, how in whole._found.items() if key.num_inputs <= few})
+    assert found == found[:1] * 5
 
 
 def test_what_stays_as_it_is() -> None:

@@ -419,7 +419,7 @@ def open_in_swarm(
         else:
             keep_head_as_stored(model, checkpoint)
         if (head := model.get_output_embeddings()) is not None:
-            hasten([head], meanwhile=True)
+            hasten([head])
         fallback = open_fallback(config, checkpoint, model)
         model.enter_swarm(view, blocks, encoder, saving.describe_origin(checkpoint, task))
         if isinstance(model, DistributedModelForCausalLM):

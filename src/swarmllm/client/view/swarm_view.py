@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from swarmllm.client.view.connection import Connection, OnAnswer, new_request_id
 from swarmllm.client.view.event_loop import EventLoop
@@ -475,8 +476,8 @@ def product_ms(matrix: Tensor, multiply: Callable[[Tensor], Tensor] | None = Non
 
     `multiply`: the head, if it has a way of its own.
     """
-    multiply = multiply or partial(torch.mv, matrix)
-    vector = torch.ones(matrix.shape[1], dtype=matrix.dtype, device=matrix.device)
+    multiply = multiply or partial(functional.linear, weight=matrix)
+    vector = torch.ones(1, matrix.shape[1], dtype=matrix.dtype, device=matrix.device)
     elapsed_s = []
     for _ in range(1 + REPEATS):
         started = time.perf_counter()

@@ -234,11 +234,6 @@ def products_recorded(record: "Callable[[Matrix, Tensor, Tensor], None]") -> Ite
         _recording.record = None
 
 
-def is_recording() -> bool:
-    """True if this thread's products are recorded."""
-    return _recording.record is not None
-
-
 class Matrix:
     """One packed matrix, as the kernels want it."""
 

@@ -238,10 +238,10 @@ class Whole(Packed):
     def _kernel_takes(self, inputs: Tensor) -> bool:
         if inputs.dtype != self.codes.dtype:
             return False
-        return len(inputs) <= NATIVE_TOKENS or whole.takes(inputs, self.codes)
+        return len(inputs) <= NATIVE_TOKENS or whole.takes(whole.at_line(inputs), self.codes)
 
     def _multiply_by_kernel(self, inputs: Tensor) -> Tensor:
-        return whole.linear(inputs, self.codes)
+        return whole.linear(whole.at_line(inputs), self.codes)
 
 
 def hold_whole(model: PreTrainedModel) -> None:
@@ -262,7 +262,7 @@ def hold_whole(model: PreTrainedModel) -> None:
         _install_whole(module, leaf, Whole)
         held: QuantizedWeight = module.get_submodule(leaf)
         if held.ndim == 2:
-            whole.find_orders(held.packed.codes)
+            whole.find_orders(held.packed.codes, threads=whole.likely_threads())
 
 
 def _install_whole(module: nn.Module, leaf: str, form: Callable[[Tensor, torch.dtype], Packed]) -> None:

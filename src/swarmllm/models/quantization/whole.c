@@ -5,7 +5,7 @@
 void swarmllm_multiply_whole_3(const void *, const float *, int64_t, int64_t, const char *, int64_t, char *, float *);
 void swarmllm_multiply_whole_4(const void *, const float *, int64_t, int64_t, const char *, int64_t, char *, float *);
 
-/* True if this processor can multiply at this LEVEL in CHAINED (0) or FOURS and ALIGNED (1, 2) or EIGHTS (3). */
+/* True if this processor can multiply at this LEVEL in the order CHAINED, FOURS, FOURS_LATE or EIGHTS (0 to 3). */
 int64_t swarmllm_knows_order(int64_t level, int64_t is_bfloat16, int64_t order) {
     __builtin_cpu_init();
     if (level < 3)
@@ -15,9 +15,10 @@ int64_t swarmllm_knows_order(int64_t level, int64_t is_bfloat16, int64_t order) 
     return level == 3 ? order == 3 : order == 0 && __builtin_cpu_supports("avx512bf16");
 }
 
-void swarmllm_multiply_whole(int64_t level, const void *whole, const float *bias, int64_t start, int64_t end, const char *inputs, int64_t num,
-                             char *outputs, float *room) {
-    (level == 3 ? swarmllm_multiply_whole_3 : swarmllm_multiply_whole_4)(whole, bias, start, end, inputs, num, outputs, room);
+void swarmllm_multiply_whole(int64_t level, const void *whole, const float *bias, int64_t start, int64_t end,
+                             const char *inputs, int64_t num, char *outputs, float *room) {
+    (level == 3 ? swarmllm_multiply_whole_3 : swarmllm_multiply_whole_4)
+        (whole, bias, start, end, inputs, num, outputs, room);
 }
 #else
 int64_t swarmllm_knows_order(int64_t level, int64_t is_bfloat16, int64_t order) {
@@ -25,8 +26,8 @@ int64_t swarmllm_knows_order(int64_t level, int64_t is_bfloat16, int64_t order) 
     return 0;
 }
 
-void swarmllm_multiply_whole(int64_t level, const void *whole, const float *bias, int64_t start, int64_t end, const char *inputs, int64_t num,
-                             char *outputs, float *room) {
+void swarmllm_multiply_whole(int64_t level, const void *whole, const float *bias, int64_t start, int64_t end,
+                             const char *inputs, int64_t num, char *outputs, float *room) {
     (void)room, (void)level, (void)whole, (void)bias, (void)start, (void)end, (void)inputs, (void)num, (void)outputs;
 }
 #endif

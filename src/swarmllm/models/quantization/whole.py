@@ -13,37 +13,46 @@ float32 24, 22 and 17, torch 19, 8 and 7. With AVX2 (Zen 4): bfloat16 22, 9 and 
 
 import ctypes
 import functools
-import threading
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from swarmllm.models.quantization import kernels
-from swarmllm.models.quantization.kernels import COLD_ROWS, WORTH_A_THREAD, in_parts, least_s, library
+from swarmllm.models.quantization.kernels import COLD_ROWS, REPEATS, WORTH_A_THREAD, in_parts, library
 
 MOST_INPUTS = 16
 """Measured with 24: torch is as fast."""
 SMALLEST = 1 << 16
 """Numbers of a weight. Assumed: calls take as long as the products of smaller ones."""
-LARGEST_TRIED = 256 << 20
-"""Bytes. Weights that are larger are tried themselves, by random inputs: a copy may not fit."""
 LEAST_ROWS = 16
+LEAST_COLUMNS = 64
 LINE = 64
 """Bytes. Where an input begins in a line of the caches can matter to torch, so others are torch's."""
 TRIALS = 4
 """Products that are compared. With one, an order was taken for right that wasn't for the last of 50 rows."""
 LARGE = 16 << 20
 """Bytes of a weight whose rows are tried often enough in one product, if they repeat."""
+LARGEST_TRIED = 256 << 20
+"""Bytes. Weights that are larger are tried themselves, by random inputs: a copy may not fit."""
+ENOUGH_OUTPUTS = 1 << 18
+"""Outputs of random inputs that are compared. Measured in bfloat16: another order changes one in 5000."""
+MOST_INPUTS_OF_LARGEST = 4
+"""Of weights that are tried themselves, because each trial reads all of them. They are heads of large vocabularies."""
 MEASURED = (1, 2, 3, 8, MOST_INPUTS)
 """Numbers of inputs; others are as fast as the next one."""
+SPINNING_S = 0.02
+"""torch's threads wait for more work at the expense of others. Measured: ours took twice the time then. Assumed."""
 MOST_KNOWN = 100_000
 BLOCKS = (192, 384, 512, 1024, 1 << 30)
 """Columns whose sum is added to those of others. MKL has blocks of 192, oneDNN of 512 for one input and of 1024."""
 _DTYPES = (torch.float32, torch.bfloat16)
+_PLAIN = (Tensor, nn.Parameter)
 DIFFERENT_ROWS = 64
 """Rows of the matrix for trials; they repeat."""
 
@@ -91,10 +100,17 @@ class _Product(NamedTuple):
     num_inputs: int
     has_bias: bool
     num_threads: int
+    settings: tuple[Any, ...]
 
     @classmethod
     def of(cls, weight: Tensor, num_inputs: int, has_bias: bool, num_threads: int) -> "_Product":
-        return cls(weight.data_ptr() % LINE, weight.shape, weight.dtype, num_inputs, has_bias, num_threads)
+        place = weight.data_ptr() % LINE
+        return cls(place, weight.shape, weight.dtype, num_inputs, has_bias, num_threads, _settings())
+
+
+def _settings() -> tuple[Any, ...]:
+    """Those of torch that choose among its libraries, or how exact they are."""
+    return torch._C._get_mkldnn_enabled(), torch._C._get_float32_matmul_precision()
 
 
 class Linear(nn.Linear):
@@ -106,40 +122,40 @@ class Linear(nn.Linear):
         return super().forward(inputs) if weight is None else linear(inputs, weight, parameters["bias"])
 
 
-def hasten(modules: Iterable[nn.Module], *, meanwhile: bool = False) -> None:
-    """Let all large `nn.Linear`s on a CPU among the modules multiply few inputs faster, with the same bits.
+def hasten(modules: Iterable[nn.Module], threads: Iterable[int] | None = None) -> None:
+    """Let large `nn.Linear`s on a CPU among the modules multiply few inputs faster, with the same bits, where it is
+    known how.
 
-    `meanwhile`: return before the orders are found. Until then, torch multiplies.
+    `threads`: numbers of torch's threads that may be used; default: the present one.
     """
-    if library() is None:
-        return
-    weights = []
+    numbers = sorted(set(threads or (torch.get_num_threads(),)))
     for module in modules:
         weight = module._parameters.get("weight")
-        if type(module) is nn.Linear and weight is not None and weight.is_cpu and weight.numel() >= SMALLEST:
+        if type(module) is not nn.Linear or weight is None or not weight.is_cpu or weight.numel() < SMALLEST:
+            continue
+        if find_orders(weight.detach(), has_bias=module.bias is not None, threads=numbers):
             module.__class__ = Linear
-            weights.append((weight.detach(), module.bias is not None))
-    if meanwhile:
-        threading.Thread(target=_find_all, args=(weights, torch.get_num_threads()), daemon=True).start()
-    else:
-        _find_all(weights, torch.get_num_threads())
 
 
-def find_orders(weight: Tensor, *, has_bias: bool = False, most_threads: int = 1) -> None:
-    """Find out how torch multiplies by such a weight `[out, in]`, for `linear`."""
-    if library() is None:
-        return
+def likely_threads() -> set[int]:
+    """Numbers of threads of which a server may choose one (`device/throughput`)."""
+    most = torch.get_num_threads()
+    return {1, min(most, max(2, most // 2)), most}
+
+
+def find_orders(weight: Tensor, *, has_bias: bool = False, threads: Iterable[int] = (1,)) -> bool:
+    """Find out how torch multiplies by such a weight `[out, in]`, for `linear`; True if that is known for some number
+    of inputs."""
+    if library() is None or weight.data_ptr() % weight.itemsize:
+        return False
+    most = MOST_INPUTS if weight.nbytes <= LARGEST_TRIED else MOST_INPUTS_OF_LARGEST
     products = [
         _Product.of(weight, num_inputs, has_bias, num_threads)
-        for num_threads in {1, most_threads}  # some servers measure how many are best
-        for num_inputs in range(1, MOST_INPUTS + 1)
+        for num_threads in threads
+        for num_inputs in range(1, most + 1)
     ]
     _find(products, weight)
-
-
-def _find_all(weights: Iterable[tuple[Tensor, bool]], most_threads: int) -> None:
-    for weight, has_bias in weights:
-        find_orders(weight, has_bias=has_bias, most_threads=most_threads)
+    return any(_found[product] is not None for product in products)
 
 
 def linear(inputs: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
@@ -153,36 +169,50 @@ def takes(inputs: Tensor, weight: Tensor) -> bool:
     return _whole(inputs, weight, None) is not None
 
 
+def at_line(inputs: Tensor) -> Tensor:
+    """The same inputs at the begin of a line, where `linear` takes them."""
+    return inputs if inputs.data_ptr() % LINE == 0 and inputs.is_contiguous() else _at(inputs, 0)
+
+
 def _whole(inputs: Tensor, weight: Any, bias: Tensor | None) -> _Whole | None:
     """The weight, as `whole.h` multiplies it by such inputs; None: torch should."""
-    if not isinstance(weight, Tensor):
+    if torch.compiler.is_compiling() or type(inputs) is not Tensor or type(weight) not in _PLAIN:
         return None
     shape, dtype = weight.shape, weight.dtype
-    num_inputs = inputs.numel() // max(shape[-1], 1)
-    if not 0 < num_inputs <= MOST_INPUTS or inputs.dtype != dtype or inputs.data_ptr() % LINE:
+    if len(shape) != 2 or inputs.ndim < 2 or inputs.shape[-1] != shape[1] or inputs.dtype != dtype:
         return None
-    if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (inputs, weight, bias)):
+    num_inputs = inputs.numel() // max(shape[1], 1)
+    if not 0 < num_inputs <= MOST_INPUTS or _is_watched(inputs, weight, bias):
         return None
     if not (inputs.is_cpu and weight.is_cpu and inputs.is_contiguous() and weight.is_contiguous()):
         return None
-    if kernels.is_recording() or torch.is_autocast_enabled("cpu"):
+    if inputs.data_ptr() % LINE or (bias is not None and (bias.dtype != dtype or bias.shape != shape[:1])):
         return None
     address, has_bias, num_threads = weight.data_ptr(), bias is not None, torch.get_num_threads()
+    settings = _settings()
     try:
-        return _known[address, shape, dtype, num_inputs, has_bias, num_threads]
+        return _known[address, shape, dtype, num_inputs, has_bias, num_threads, settings]
     except KeyError:
         pass
-    if inputs.ndim < 2 or weight.ndim != 2 or (bias is not None and bias.dtype != dtype):
-        return None
     product = _Product.of(weight, num_inputs, has_bias, num_threads)
-    if product not in _found:  # perhaps it will be
-        return None
-    how = _found[product]
+    how = _found.get(product)
     if len(_known) >= MOST_KNOWN:
         _known.clear()
     whole = None if how is None else _Whole.of(weight, how)
-    _known[address, shape, dtype, num_inputs, has_bias, num_threads] = whole
+    _known[address, shape, dtype, num_inputs, has_bias, num_threads, settings] = whole
     return whole
+
+
+def _is_watched(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """True if torch needs to see the product: for gradients, or because it records or transforms operations."""
+    if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (inputs, weight, bias)):
+        return True
+    return bool(
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch.is_autocast_enabled("cpu")
+    )
 
 
 _known: dict[tuple[Any, ...], _Whole | None] = {}
@@ -193,7 +223,7 @@ def _multiply(inputs: Tensor, whole: _Whole, bias: Tensor | None) -> Tensor:
     rows, columns = whole.rows, whole.columns
     num_inputs = inputs.numel() // columns
     outputs = torch.empty((*inputs.shape[:-1], rows), dtype=inputs.dtype)
-    wide_bias = None if bias is None else bias.detach().float()
+    wide_bias = None if bias is None else bias.detach().float().contiguous()
     at_inputs, at_outputs = inputs.data_ptr(), outputs.data_ptr()
     at_bias = None if wide_bias is None else wide_bias.data_ptr()
 
@@ -211,7 +241,7 @@ def _multiply(inputs: Tensor, whole: _Whole, bias: Tensor | None) -> Tensor:
             room.data_ptr(),
         )
 
-    in_parts(part, rows, rows * columns // WORTH_A_THREAD, LEAST_ROWS)
+    in_parts(part, rows, rows * columns * inputs.itemsize * num_inputs // WORTH_A_THREAD, LEAST_ROWS)
     return outputs
 
 
@@ -227,43 +257,52 @@ def _find(products: Sequence[_Product], weight: Tensor) -> None:
     new = [product for product in products if product not in _found]
     if not new:
         return
-    (rows, columns), dtype = weight.shape, weight.dtype
-    hard = None
-    if weight.nbytes <= LARGEST_TRIED and dtype in _DTYPES:
-        hard = _at(hard_weight(rows, columns).to(dtype), new[0].place)
+    if not any(map(_candidates, new)):
+        _found.update(dict.fromkeys(new))
+        return
+    is_hard = weight.nbytes <= LARGEST_TRIED
+    tried = _hard_copy(new[0]) if is_hard else weight
     before = torch.get_num_threads()
     for product in new:
-        torch.set_num_threads(product.num_threads)
+        if torch.get_num_threads() != product.num_threads:
+            torch.set_num_threads(product.num_threads)
         try:
-            _found[product] = _order_of(product, weight if hard is None else hard, is_hard=hard is not None)
+            _found[product] = _order_of(product, tried, is_hard=is_hard)
         finally:
-            torch.set_num_threads(before)
+            if torch.get_num_threads() != before:
+                torch.set_num_threads(before)
 
 
 def _order_of(product: _Product, weight: Tensor, *, is_hard: bool) -> _How | None:
     (rows, columns), dtype, candidates = product.shape, product.dtype, _candidates(product)
-    if not candidates:
-        return None
-    trials = 1 if weight.nbytes >= LARGE and rows % DIFFERENT_ROWS == 0 else TRIALS
-    inputs = hard_inputs(trials, product.num_inputs, columns)
-    if not is_hard:
-        inputs = torch.randn(inputs.shape, generator=torch.Generator().manual_seed(0))
+    if is_hard:
+        trials = 1 if weight.nbytes >= LARGE and rows % DIFFERENT_ROWS == 0 else TRIALS
+        inputs = hard_inputs(trials, product.num_inputs, columns)
+    else:
+        trials = max(TRIALS, -(-ENOUGH_OUTPUTS // (rows * product.num_inputs)))
+        generator = torch.Generator().manual_seed(0)
+        inputs = torch.randn(trials, product.num_inputs, columns, generator=generator)
     bias = torch.linspace(-1, 1, rows).to(dtype) if product.has_bias else None
+    first_bias = None if bias is None else bias[:DIFFERENT_ROWS]
     for some in inputs.to(dtype):
         some_inputs = some.clone()  # at the begin of a line
         expected = F.linear(some_inputs, weight, bias)
-        candidates = [
-            how for how in candidates if torch.equal(_multiply(some_inputs, _Whole.of(weight, how), bias), expected)
-        ]
+        for part, part_bias in ((weight[:DIFFERENT_ROWS], first_bias), (weight, bias)):  # most fail in the first rows
+            wanted = expected[:, : len(part)]
+            candidates = [
+                how
+                for how in candidates
+                if torch.equal(_multiply(some_inputs, _Whole.of(part, how), part_bias), wanted)
+            ]
         if not candidates:
             return None
     measured = next(num for num in MEASURED if num >= product.num_inputs)
-    return candidates[0] if _is_faster(dtype, measured, candidates[0].order) else None
+    return candidates[0] if _is_faster(dtype, measured, candidates[0], product.num_threads) else None
 
 
 def _candidates(product: _Product) -> list[_How]:
     (rows, columns), is_bfloat16 = product.shape, product.dtype == torch.bfloat16
-    if rows < LEAST_ROWS or product.dtype not in _DTYPES:
+    if rows < LEAST_ROWS or columns < LEAST_COLUMNS or product.dtype not in _DTYPES:
         return []
     orders = {
         order
@@ -281,12 +320,23 @@ def hard_weight(rows: int, columns: int) -> Tensor:
     """`[rows, columns]`, to be multiplied by `hard_inputs`: large products cancel, so that the sum consists of what was
     rounded off on the way, which is another in each order."""
     generator = torch.Generator().manual_seed(columns)
-    some = torch.randn(min(rows, DIFFERENT_ROWS), columns, generator=generator)
+    some = torch.randn(rows, columns, generator=generator)
     left, right = _pairs(columns)
-    exponents = torch.randint(2, 14, (len(some), len(left)), generator=generator)
-    some[:, left] = torch.randn(len(some), len(left), generator=generator) * 2.0**exponents
+    exponents = torch.randint(2, 14, (rows, len(left)), generator=generator)
+    some[:, left] = torch.randn(rows, len(left), generator=generator) * 2.0**exponents
     some[:, right] = -some[:, left]
-    return some.repeat(-(-rows // len(some)), 1)[:rows]
+    return some
+
+
+def _hard_copy(product: _Product) -> Tensor:
+    """A hard weight of the same shape in the same place of a line. Its rows repeat."""
+    (rows, columns), dtype = product.shape, product.dtype
+    some = hard_weight(min(rows, DIFFERENT_ROWS), columns).to(dtype)
+    copy = _empty_at(product.shape, dtype, product.place)
+    for start in range(0, rows, DIFFERENT_ROWS):
+        part = copy[start : start + DIFFERENT_ROWS]
+        part.copy_(some[: len(part)])
+    return copy
 
 
 def hard_inputs(*shape: int) -> Tensor:
@@ -304,15 +354,31 @@ def _pairs(columns: int) -> tuple[Tensor, Tensor]:
 
 def _at(tensor: Tensor, place: int) -> Tensor:
     """A copy that begins at this place of a line."""
-    room = torch.empty(tensor.numel() + 2 * LINE, dtype=tensor.dtype)
-    first = (place - room.data_ptr()) % LINE // tensor.itemsize
-    return room[first : first + tensor.numel()].view(tensor.shape).copy_(tensor)
+    return _empty_at(tensor.shape, tensor.dtype, place).copy_(tensor)
+
+
+def _empty_at(shape: torch.Size, dtype: torch.dtype, place: int) -> Tensor:
+    room = torch.empty(shape.numel() + 2 * LINE, dtype=dtype)
+    first = (place - room.data_ptr()) % LINE // dtype.itemsize
+    return room[first : first + shape.numel()].view(shape)
 
 
 @functools.cache
-def _is_faster(dtype: torch.dtype, num_inputs: int, order: _Order) -> bool:
-    """True if ours is faster than torch's with weights that no cache holds."""
+def _is_faster(dtype: torch.dtype, num_inputs: int, how: _How, num_threads: int) -> bool:
+    """True if ours is faster than torch's with weights that no cache holds, with torch's present number of threads."""
     weight = torch.ones(COLD_ROWS // dtype.itemsize, 2048, dtype=dtype)
-    inputs, whole = torch.ones(num_inputs, 2048, dtype=dtype), _Whole.of(weight, _How(order, max(BLOCKS)))
-    torch_s = least_s(lambda: F.linear(inputs, weight))
-    return least_s(lambda: _multiply(inputs, whole, None)) < torch_s
+    inputs, whole = torch.ones(num_inputs, 2048, dtype=dtype), _Whole.of(weight, how)
+    if num_threads > 1:
+        time.sleep(SPINNING_S)
+    ours_s = _least_s(lambda: _multiply(inputs, whole, None))
+    return ours_s < _least_s(lambda: F.linear(inputs, weight))
+
+
+def _least_s(do: Callable[[], object]) -> float:
+    """Seconds by the clock: several threads take less of them."""
+    times = []
+    for _ in range(REPEATS):
+        began_at = time.perf_counter()
+        do()
+        times.append(time.perf_counter() - began_at)
+    return min(times)

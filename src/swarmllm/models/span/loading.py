@@ -30,7 +30,7 @@ from swarmllm.models.checkpoint.skeleton import (
 from swarmllm.models.parallel.shared import Group, share
 from swarmllm.models.quantization import FULL_PRECISION, Quantization, QuantizedWeight
 from swarmllm.models.quantization.loading import LoadingConfig, Whole, check_quantized, hold_whole, round_inputs
-from swarmllm.models.quantization.whole import Linear, hasten
+from swarmllm.models.quantization.whole import Linear, hasten, likely_threads
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.offload import OffloadedBlocks, spread
 from swarmllm.models.span.probe_results import ProbeResults
@@ -130,7 +130,7 @@ def _reader(
         with stage(f"reading blocks {part}" + (" and quantizing them" if options else "")):
             model = load_pruned(cls, checkpoint, dtype=dtype, progress=progress, digests=digests, **options).to(device)
         hold_whole(model)
-        hasten(find_blocks(model).blocks.modules())
+        hasten(find_blocks(model).blocks.modules(), likely_threads())
         with stage("comparing products of quantized weights with exact ones"):
             check_quantized(model.modules())
         return model
