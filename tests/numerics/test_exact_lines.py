@@ -1,5 +1,8 @@
 """Steps of blocks that aren't quantized as lines of operations: the very bits of the model's own code."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,10 +12,12 @@ from hypothesis import strategies as st
 from tests.numerics.sessions_together import RELATIVE, Sessions, packer_of
 from tests.numerics.test_traced import lines_counted, load
 from torch import Tensor, nn
+from torch.nn import functional
 
 from swarmllm.data_structures import Span
 from swarmllm.models.boundary.block_inputs import BlockInputs
-from swarmllm.models.quantization import step
+from swarmllm.models.quantization import kernels, step, whole
+from swarmllm.models.quantization.step import Kind, Line, Operation, Recorded, Rows, View
 from swarmllm.models.span import exact_recorder
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.packing import Packer, Packing, SessionCall
@@ -67,6 +72,68 @@ def test_bits_of_the_models_own_code(model_type: str, dtype: torch.dtype, tmp_pa
     assert rows == [1] * 12
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "gpt_neox"])
+def test_products_by_our_kernels(
+    model_type: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However small they are; and torch's, where its order isn't known."""
+    monkeypatch.setattr(whole, "SMALLEST", 1)
+    monkeypatch.setattr(whole, "_is_faster", lambda *_: True)
+    monkeypatch.setattr(whole, "_found", {})
+    monkeypatch.setattr(whole, "_known", {})
+    blocks = load(model_type, tmp_path, dtype, "none")
+    for num_threads in (1, 2):
+        for num_rows in (1, 2, 5, whole.MOST_INPUTS, whole.MOST_INPUTS + 1):
+            pair = Pair(blocks, rows=num_rows)
+            pair.check(3)
+            with threads(num_threads):
+                for _ in range(3):
+                    pair.check(1)
+    (line,) = pair.packer.forward.traced._lines.values()
+    known = {key.num_inputs for key, how in whole._found.items() if how is not None}
+    assert {rows for (rows, *_), plan in line._plans.items() if plan.in_c} <= known
+    if kernels.level() == 4 and dtype == torch.bfloat16 and known:
+        assert any(plan.in_c for plan in line._plans.values())
+
+
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kind", [Kind.SILU, Kind.SIGMOID])
+def test_functions_are_torchs_for_all_bfloat16s(kind: Kind) -> None:
+    if not exact_recorder._is_torchs(kind):
+        pytest.skip("torch computes them otherwise here")
+    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    numbers = bits[bits.isfinite()].float()
+    size = len(numbers)
+    view = [View(value, 0, (0, 0, 0, 1)) for value in range(2)]
+    recorded = Recorded([Operation(kind, (1, 1, 1, size), view[1], view[0])], {0: size, 1: size}, {}, None)
+    recorded = replace(recorded, entries={0: (0, view[0]), 1: (1, view[1])})
+    got = Line(recorded, torch.float32, size).run(Rows(numbers[None], [0], (), 1), 0, 1)[0]
+    assert torch.equal(got, functional.silu(numbers) if kind == Kind.SILU else functional.sigmoid(numbers))
+
+
+@given(st.integers(1, 20_000), st.integers(0, 1 << 30))
+def test_means_are_torchs(size: int, seed: int) -> None:
+    """torch's own order, since some version; a new one may have another, and then torch computes them."""
+    if not exact_recorder._is_torchs(Kind.SUM, 512):
+        pytest.skip("torch adds in another order here")
+    numbers = torch.randn(1, size, generator=torch.Generator().manual_seed(seed)) * 1000
+    view = [View(value, 0, (0, 0, 0, 1)) for value in range(2)]
+    operation = Operation(Kind.SUM, (1, 1, 1, size), view[1], view[0], number=float(size))
+    recorded = Recorded([operation], {0: size, 1: size}, {0: (0, view[0]), 1: (1, view[1])}, None)
+    got = Line(recorded, torch.float32, size).run(Rows(numbers, [0], (), 1), 0, 1)[0, 0]
+    assert torch.equal(got, numbers.mean(-1)[0])
+
+
 @pytest.fixture(scope="module", params=DTYPES, ids=str)
 def llama(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> BlockSpan:
     return load("llama", tmp_path_factory.mktemp("llama"), request.param, "none")
@@ -119,10 +186,10 @@ def test_sessions_together(tmp_path: Path) -> None:
     assert counted == [1 + 2 + 1 + 1], "where all have one new position: else weights would be read twice"
 
 
-@pytest.mark.parametrize("name", ["silu", "mean", "bmm"])
+@pytest.mark.parametrize("name", ["gelu", "native_layer_norm", "bmm"])
 def test_other_bits_are_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exact_recorder, "_ONE_RESULT", exact_recorder._ONE_RESULT | {name})
-    blocks = load("llama", tmp_path, quant_type="none")
+    blocks = load("gpt_neox", tmp_path, quant_type="none")
     packer = Packer(blocks, right_ways(blocks))
     packer.trace()
     assert packer.traces == (name == "bmm"), "products of two numbers have one right result"

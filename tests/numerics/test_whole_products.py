@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from swarmllm.models.quantization import kernels, whole
-from swarmllm.models.quantization.whole import BLOCKS, MOST_INPUTS, Linear, _How, _multiply, _Order, _Whole, hasten
+from swarmllm.models.quantization.whole import BLOCKS, MOST_INPUTS, Linear, Order, _How, _multiply, _Whole, hasten
 
 DTYPES = (torch.float32, torch.bfloat16)
 LEVELS = [level for level in (3, 4) if kernels.library() is not None and level <= kernels.library().swarmllm_level()]
@@ -310,16 +310,16 @@ def eights(products: Numbers) -> Numbers:
 
 CASES: list[tuple[_How, torch.dtype, Callable[[Numbers], Numbers]]] = [
     *(
-        (_How(_Order.CHAINED, block), torch.float32, functools.partial(chained, block=block))
+        (_How(Order.CHAINED, block), torch.float32, functools.partial(chained, block=block))
         for block in (*BLOCKS[:3], 1 << 30)
     ),
     *(
-        (_How(_Order.CHAINED, block), torch.bfloat16, lambda products, block=block: chained(swapped(products), block))
+        (_How(Order.CHAINED, block), torch.bfloat16, lambda products, block=block: chained(swapped(products), block))
         for block in (512, 1024)
     ),
-    (_How(_Order.FOURS), torch.float32, lambda products: fours(rounded(products), 0)),
-    (_How(_Order.FOURS_LATE), torch.float32, lambda products: fours(rounded(products), 4)),
-    (_How(_Order.EIGHTS), torch.bfloat16, eights),
+    (_How(Order.FOURS), torch.float32, lambda products: fours(rounded(products), 0)),
+    (_How(Order.FOURS_LATE), torch.float32, lambda products: fours(rounded(products), 4)),
+    (_How(Order.EIGHTS), torch.bfloat16, eights),
 ]
 
 
@@ -339,7 +339,7 @@ def test_each_order(
         pytest.skip("not at this level")
     monkeypatch.setattr(kernels, "level", lambda: level)
     weight = whole._at(whole.hard_weight(rows, columns).to(dtype), 0)
-    if how.order == _Order.CHAINED and dtype == torch.float32:
+    if how.order == Order.CHAINED and dtype == torch.float32:
         weight = weight.bfloat16().float()  # so that products are exact
     for num_inputs in (1, 2, 3, 5, 8):
         inputs = whole.hard_inputs(num_inputs, columns).bfloat16().to(dtype)
@@ -353,7 +353,7 @@ def expected(
     reference: Callable[[Numbers], Numbers], weight: Tensor, inputs: Tensor, bias: Tensor | None, how: _How
 ) -> Tensor:
     products = weight.double().numpy() * inputs.double().numpy()
-    if bias is not None and how.order == _Order.CHAINED and weight.dtype == torch.float32:
+    if bias is not None and how.order == Order.CHAINED and weight.dtype == torch.float32:
         # MKL begins with the bias: the first block is added to it.
         first, rest = products[:, : how.block], products[:, how.block :]
         total = torch.from_numpy(reference(first)) + bias

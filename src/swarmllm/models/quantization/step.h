@@ -71,7 +71,31 @@ INLINE float exponential(float x) {
     return series * value;
 }
 
-INLINE float logistic(float x) { return 1.0f / (1.0f + exponential(-x)); }
+/* e^x as Sleef's vectors compute it (`expf` with an error of 1.0 units), which torch takes in `silu` and `sigmoid`: so these
+ * have torch's bits. */
+INLINE float exponential_of_sleef(float x) {
+#if LEVEL >= 3
+    float power = rintf(x * 1.44269504f), rest = fmaf(power, -0.693145752f, x), half, other_half;
+    rest = fmaf(power, -1.42860677e-06f, rest);
+    float series = fmaf(0.000198527618f, rest, 0.00139304355f);
+    series = fmaf(series, rest, 0.00833336078f);
+    series = fmaf(series, rest, 0.0416664854f);
+    series = fmaf(series, rest, 0.166666672f);
+    series = fmaf(series, rest, 0.5f);
+    series = fmaf(rest * rest, series, rest) + 1.0f;
+    float near = power > 300.0f ? 300.0f : power < -300.0f ? -300.0f : power == power ? power : 0.0f;
+    int32_t whole = (int32_t)near, first = whole >> 1;
+    uint32_t bits = (uint32_t)(first + 127) << 23, other_bits = (uint32_t)(whole - first + 127) << 23;
+    memcpy(&half, &bits, sizeof half);
+    memcpy(&other_half, &other_bits, sizeof other_half);
+    series = series * half * other_half;
+    return x < -104.0f ? 0.0f : x > 100.0f ? INFINITY : series;
+#else
+    return exponential(x); /* fused products would be calls there */
+#endif
+}
+
+INLINE float logistic(float x) { return 1.0f / (1.0f + exponential_of_sleef(-x)); }
 
 /* ------------------------------------------------------------------ one number from one or two others */
 
@@ -113,7 +137,7 @@ POINTWISE(root, sqrtf(x))
 POINTWISE(inverse_root, 1.0f / sqrtf(x))
 POINTWISE(exponential, exponential(x))
 POINTWISE(sigmoid, logistic(x))
-POINTWISE(silu, x * logistic(x))
+POINTWISE(silu, x / (1.0f + exponential_of_sleef(-x)))
 POINTWISE(gelu, 0.5f * x * (1.0f + erff(x * 0.70710678f)))
 POINTWISE(gelu_tanh, x * logistic(1.59576912f * (x + 0.044715f * x * x * x))) /* (1 + tanh(u)) / 2 is logistic(2 u) */
 POINTWISE(tanh, tanhf(x))
@@ -143,14 +167,60 @@ INLINE void round_all(const instruction *is, float *o) {
             o[i * so] = rounded(o[i * so]);
 }
 
+/* The order in which torch adds an axis whose numbers lie side by side (its `cascade_sum`): four vectors of eight numbers in
+ * turn, in four levels of sums of sums, so that no sum gets much longer than what is added to it. */
+#define SUM_LANES 8
+#define SUM_TURNS 4
+#define SUM_LEVELS 4
+
+INLINE float sum_side_by_side(const float *a, int64_t n) {
+    float sums[SUM_LEVELS][SUM_TURNS * SUM_LANES];
+    int64_t vectors = n / SUM_LANES, rounds = vectors / SUM_TURNS, i = 0, power = 0;
+    while (((int64_t)1 << power) < rounds)
+        power++;
+    power = power / SUM_LEVELS < 4 ? 4 : power / SUM_LEVELS;
+    int64_t step = (int64_t)1 << power;
+    memset(sums, 0, sizeof sums);
+    while (i + step <= rounds) {
+        for (int64_t end = i + step; i < end; i++)
+            for (int lane = 0; lane < SUM_TURNS * SUM_LANES; lane++)
+                sums[0][lane] += a[i * SUM_TURNS * SUM_LANES + lane];
+        for (int level = 1; level < SUM_LEVELS; level++) {
+            for (int lane = 0; lane < SUM_TURNS * SUM_LANES; lane++) {
+                sums[level][lane] += sums[level - 1][lane];
+                sums[level - 1][lane] = 0.0f;
+            }
+            if (i & ((step - 1) << (level * power)))
+                break;
+        }
+    }
+    for (; i < rounds; i++)
+        for (int lane = 0; lane < SUM_TURNS * SUM_LANES; lane++)
+            sums[0][lane] += a[i * SUM_TURNS * SUM_LANES + lane];
+    for (int level = 1; level < SUM_LEVELS; level++)
+        for (int lane = 0; lane < SUM_TURNS * SUM_LANES; lane++)
+            sums[0][lane] += sums[level][lane];
+    for (int64_t at = rounds * SUM_TURNS * SUM_LANES; at < vectors * SUM_LANES; at += SUM_LANES)
+        for (int lane = 0; lane < SUM_LANES; lane++)
+            sums[0][lane] += a[at + lane];
+    for (int turn = 1; turn < SUM_TURNS; turn++)
+        for (int lane = 0; lane < SUM_LANES; lane++)
+            sums[0][lane] += sums[0][turn * SUM_LANES + lane];
+    float total = 0.0f;
+    for (int64_t at = vectors * SUM_LANES; at < n; at++)
+        total += a[at];
+    for (int lane = 0; lane < SUM_LANES; lane++)
+        total += sums[0][lane];
+    return total;
+}
+
 /* Sum of the last axis, divided by `number`. */
 INLINE float sum_of_axis(const instruction *is, const float *a) {
-    int64_t n = is->sizes[DIMS - 1], stride = is->one.strides[DIMS - 1], i = 0;
-    vec lanes = all(0.0f);
-    for (; stride == 1 && i + WIDTH <= n; i += WIDTH)
-        lanes = sum(lanes, load(a + i));
-    float total = sum_of(lanes);
-    for (; i < n; i++)
+    int64_t n = is->sizes[DIMS - 1], stride = is->one.strides[DIMS - 1];
+    if (stride == 1)
+        return sum_side_by_side(a, n) / is->number;
+    float total = 0.0f;
+    for (int64_t i = 0; i < n; i++)
         total += a[i * stride];
     return total / is->number;
 }
@@ -224,6 +294,36 @@ INLINE void multiply_part(const instruction *is, const step *s, int64_t start, i
     for (int64_t row = 0; is->rounds && row < s->num_rows; row++)
         for (int64_t i = start; i < end; i++)
             outputs[row * s->arena_floats + i] = rounded(outputs[row * s->arena_floats + i]);
+}
+
+INLINE const whole_product *whole_of(const instruction *is, const step *s) { return s->wholes + (is - s->line); }
+
+/* The inputs of a product with weights as they are, one after the other, of the weights' type. */
+INLINE void gather_whole_inputs(const instruction *is, const step *s) {
+    const float *inputs = s->arena + is->one.offset;
+    const whole *w = whole_of(is, s)->weight;
+    for (int64_t row = 0; row < s->num_rows; row++, inputs += s->arena_floats)
+        if (w->is_bfloat16)
+            for (int64_t i = 0; i < w->columns; i++) /* they are rounded already */
+                ((uint16_t *)s->inputs)[row * w->columns + i] = (uint16_t)(rounded_bits(inputs[i]) >> 16);
+        else if (s->num_rows > 1)
+            memcpy(s->inputs + row * w->columns, inputs, w->columns * sizeof(float));
+}
+
+/* Rows [start, end) of weights as they are by all inputs. */
+INLINE void multiply_whole_part(const instruction *is, const step *s, int64_t start, int64_t end) {
+    float *outputs = s->arena + is->out.offset;
+    const whole_product *by = whole_of(is, s);
+    int is_direct = s->num_rows == 1 && !by->weight->is_bfloat16;
+    const float *inputs = is_direct ? s->arena + is->one.offset : s->inputs;
+    void *made = is_direct ? outputs : s->products;
+    swarmllm_multiply_whole(LEVEL, by->weight, by->bias, start, end, (const char *)inputs, s->num_rows, made, NULL);
+    for (int64_t row = 0; !is_direct && row < s->num_rows; row++)
+        for (int64_t i = start; i < end; i++) {
+            int64_t at = row * by->weight->rows + i;
+            outputs[row * s->arena_floats + i] =
+                by->weight->is_bfloat16 ? float_of(((uint16_t *)made)[at]) : ((float *)made)[at];
+        }
 }
 
 /* Write keys or values `[heads, head]` of a new position to the session's cache. */
@@ -408,9 +508,10 @@ _Static_assert(BAND % SIDE == 0, "a part must have whole strips");
 
 /* One part of the published operation. */
 APART void run_part(const step *s, const instruction *is, int64_t part, int64_t parts, int64_t thread) {
-    if (is->kind == PRODUCT) {
-        int64_t out = is->sizes[DIMS - 1], bands = (out + BAND - 1) / BAND, end = bands * (part + 1) / parts * BAND;
-        multiply_part(is, s, bands * part / parts * BAND, end < out ? end : out);
+    if (is->kind == PRODUCT || is->kind == CALL) {
+        int64_t out = is->sizes[DIMS - 1], bands = (out + BAND - 1) / BAND, start = bands * part / parts * BAND;
+        int64_t end = bands * (part + 1) / parts * BAND;
+        (is->kind == PRODUCT ? multiply_part : multiply_whole_part)(is, s, start, end < out ? end : out);
         return;
     }
     int64_t heads = is->sizes[0];
@@ -453,6 +554,10 @@ INLINE int64_t parts_of(const instruction *is, const step *s) {
     if (is->kind == PRODUCT) {
         int64_t out = is->sizes[DIMS - 1], by_codes = out * is->matrix->columns / PART_CODES;
         most = out / PART_ROWS < by_codes ? out / PART_ROWS : by_codes;
+    } else if (is->kind == CALL) {
+        const whole *w = whole_of(is, s)->weight;
+        int64_t by_bytes = w->rows * w->columns * (w->is_bfloat16 ? 2 : 4) * s->num_rows / PART_CODES;
+        most = w->rows / PART_ROWS < by_bytes ? w->rows / PART_ROWS : by_bytes;
     } else {
         int64_t seen = s->scores_floats / QUERIES * (is->sizes[2] + is->sizes[3]) * is->sizes[0] * is->sizes[1];
         if (seen * s->num_rows > PART_CODES)
@@ -466,6 +571,8 @@ INLINE void run_shared(step *s, const instruction *is) {
     int64_t parts = s->num_threads > 1 ? parts_of(is, s) : 1;
     if (is->kind == PRODUCT)
         gather_inputs(is, s);
+    else if (is->kind == CALL)
+        gather_whole_inputs(is, s);
     if (parts == 1) {
         run_part(s, is, 0, 1, 0);
         return;
@@ -482,7 +589,7 @@ INLINE void run_shared(step *s, const instruction *is) {
 
 INLINE void run_line(step *s, int64_t start, int64_t end) {
     for (const instruction *is = s->line + start; is < s->line + end; is++) {
-        if (is->kind == PRODUCT || is->kind == ATTEND) {
+        if (is->kind == PRODUCT || is->kind == ATTEND || is->kind == CALL) {
             run_shared(s, is);
             continue;
         }

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swarmllm.models.quantization import kernels
+from swarmllm.models.quantization import kernels, whole
 
 logger = logging.getLogger(__name__)
 
@@ -106,11 +106,15 @@ class _Step(ctypes.Structure):
             )
         ),
         *((name, ctypes.c_void_p) for name in ("arena", "inputs", "scores", "queries")),
-        *((name, ctypes.c_void_p) for name in ("stored", "positions", "hidden", "outputs")),
+        *((name, ctypes.c_void_p) for name in ("stored", "positions", "hidden", "outputs", "wholes", "products")),
         *((name, ctypes.c_int64) for name in ("num_threads", "scores_floats")),
         ("shared", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("parts", "done", "ended")),
     )
+
+
+class _WholeProduct(ctypes.Structure):
+    _fields_ = (("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p))
 
 
 @functools.cache
@@ -126,26 +130,32 @@ def why_no_steps() -> str:
 
 
 @functools.cache
-def _functions() -> tuple[Any, Any]:
-    """The compiled functions that run a step, and help to."""
+def _functions() -> tuple[Any, Any, Any]:
+    """The compiled functions that run a step, help to, and run some of its operations."""
     library = kernels.library()
-    run, assist = library.swarmllm_step, library.swarmllm_help
+    run, assist, some = library.swarmllm_step, library.swarmllm_help, library.swarmllm_step_part
     run.argtypes, assist.argtypes = (ctypes.c_int64, ctypes.c_void_p), (ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
-    run.restype = assist.restype = None
-    return run, assist
+    some.argtypes = (ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
+    run.restype = assist.restype = some.restype = None
+    return run, assist, some
 
 
 @functools.cache
-def _run_some() -> Any:
-    """The compiled function that runs some operations. It keeps Python's lock: they take microseconds."""
+def _run_holding_lock() -> Any:
+    """The last of them, keeping Python's lock: without products, they take microseconds."""
     run = ctypes.PyDLL(None, handle=kernels.library()._handle).swarmllm_step_part
-    run.argtypes, run.restype = (ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64), None
+    run.argtypes, run.restype = _functions()[2].argtypes, None
     return run
 
 
 def _help(step: _Step, thread: int) -> None:
     """Take parts of a step until it ends; `step` lives at least as long."""
     _functions()[1](kernels.level(), ctypes.addressof(step), thread)
+
+
+def _ask_for_help(step: _Step) -> None:
+    for thread in range(1, step.num_threads):
+        kernels.threads().submit(_help, step, thread)
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,6 +193,9 @@ class Call:
     out: Seen
     attends: bool = False
     """True for attention to the keys and values of `Operation.block`."""
+    weight: Tensor | None = None
+    """For a product with a weight `[out, in]` of the model, which C may compute with the same bits; and its bias."""
+    bias: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -375,6 +388,18 @@ class Rows:
     `[rows, heads, positions, head]`, those of the new position included."""
 
 
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """What C computes of a line, for a number of rows."""
+
+    wholes: Any
+    """Of each operation, a `_WholeProduct`."""
+    in_c: frozenset[int]
+    """The products among the calls that C computes."""
+    kept: tuple[Any, ...]
+    """What has to stay in memory."""
+
+
 @dataclass(eq=False)
 class Line:
     """A recorded step that can be run."""
@@ -388,20 +413,32 @@ class Line:
     _inputs: Tensor = field(init=False, default_factory=lambda: torch.empty(0))
     _scores: Tensor = field(init=False, default_factory=lambda: torch.empty(0))
     _queries: Tensor = field(init=False, default_factory=lambda: torch.empty(0))
-    _tensors: dict[int, dict[int, list[Tensor]]] = field(init=False, default_factory=dict)
-    """By number of rows and operation: what its call reads and writes, in the arena."""
-    _parts: dict[tuple[int, int], list[tuple[int, int, int | None]]] = field(init=False, default_factory=dict)
-    """By first operation and end: operations `[start, end)` that run in C, and the call that follows."""
+    _products: Tensor = field(init=False, default_factory=lambda: torch.empty(0))
+    _calls: dict[int, dict[int, Callable[[Rows, int], None]]] = field(init=False, default_factory=dict)
+    """By number of rows and operation: its call, with the tensors in the arena that it reads and writes."""
+    _plans: dict[tuple[Any, ...], _Plan] = field(init=False, default_factory=dict)
+    """By number of rows, and torch's threads and settings."""
+    _parts: dict[tuple[int, int, frozenset[int]], list[tuple[int, int, int | None]]] = field(
+        init=False, default_factory=dict
+    )
+    """By first operation, end, and the calls that C computes: operations `[start, end)` that run in C, and the call
+    that follows."""
 
     def __post_init__(self) -> None:
         self._places = places(self.recorded)
         operations = self.recorded.operations
         self._code = (_Instruction * len(operations))(*map(self._instruction, operations))
-        self._widest = max((one.matrix.floats_of_input for one in operations if one.matrix is not None), default=0)
+        weights = [one.call.weight for one in operations if one.call is not None and one.call.weight is not None]
+        self._widest = max(
+            *(one.matrix.floats_of_input for one in operations if one.matrix is not None),
+            *(weight.shape[1] for weight in weights), 0, 0,
+        )  # fmt: skip
+        self._most_outputs = max((len(weight) for weight in weights), default=0)
         heads = [one.sizes[2] for one in operations if one.kind == Kind.ATTEND]
         self._largest_head = max(heads, default=0)
-        products = (one.matrix.rows * one.matrix.columns for one in operations if one.matrix is not None)
-        self._most_threads = max(1, max(products, default=0) // kernels.WORTH_A_THREAD)
+        products = [one.matrix.rows * one.matrix.columns for one in operations if one.matrix is not None]
+        sizes = products + [weight.nbytes for weight in weights]
+        self._most_threads = max(1, max(sizes, default=0) // kernels.WORTH_A_THREAD)
 
     @property
     def blocks(self) -> list[int]:
@@ -415,7 +452,7 @@ class Line:
         arena_floats = self._places[1]
         if self._arena.numel() < num_rows * arena_floats:
             self._arena = torch.empty(num_rows * arena_floats)
-            self._tensors.clear()
+            self._calls.clear()
         num_threads = min(torch.get_num_threads(), self._most_threads)
         self._inputs = _room(self._inputs, num_rows * self._widest)
         self._scores = _room(self._scores, num_threads * QUERIES * rows.most_seen)
@@ -431,13 +468,12 @@ class Line:
             self._arena.data_ptr(), self._inputs.data_ptr(), self._scores.data_ptr(),
             self._queries.data_ptr(),
             ctypes.addressof(stored), ctypes.addressof(positions),
-            rows.hidden.data_ptr(), outputs.data_ptr(), num_threads, QUERIES * rows.most_seen,
+            rows.hidden.data_ptr(), outputs.data_ptr(), None, None, num_threads, QUERIES * rows.most_seen,
         )  # fmt: skip
         if self.has_calls:
             self._run_in_parts(step, rows, outputs)
             return outputs
-        for thread in range(1, num_threads):
-            kernels.threads().submit(_help, step, thread)
+        _ask_for_help(step)
         _functions()[0](kernels.level(), ctypes.addressof(step))
         return outputs
 
@@ -448,61 +484,107 @@ class Line:
 
     def _run_in_parts(self, step: _Step, rows: Rows, outputs: Tensor) -> None:
         """Run in turns what C and what torch computes; `step` says where and for which rows."""
-        num_rows = step.num_rows
+        num_rows, plan = step.num_rows, self._plan(step.num_rows)
         arenas = self._arena[: num_rows * step.arena_floats].view(num_rows, -1)
-        if step.position_at >= 0:
-            arenas[:, step.position_at].copy_(torch.tensor(rows.positions))
-        self._run_some(step, rows, 0, step.preamble)
-        arenas.narrow(1, step.hidden_at, self.hidden_size).copy_(rows.hidden)
-        self._run_some(step, rows, step.start, step.end)
-        outputs.copy_(arenas.narrow(1, step.output_at, self.hidden_size))
+        self._products = _room(self._products, num_rows * self._most_outputs)
+        step.wholes, step.products = ctypes.addressof(plan.wholes), self._products.data_ptr()
+        if plan.in_c:
+            _ask_for_help(step)
+        try:
+            if step.position_at >= 0:
+                arenas[:, step.position_at].copy_(torch.tensor(rows.positions))
+            self._run_some(step, rows, plan.in_c, 0, step.preamble)
+            arenas.narrow(1, step.hidden_at, self.hidden_size).copy_(rows.hidden)
+            self._run_some(step, rows, plan.in_c, step.start, step.end)
+            outputs.copy_(arenas.narrow(1, step.output_at, self.hidden_size))
+        finally:
+            step.ended = 1
 
-    def _run_some(self, step: _Step, rows: Rows, first: int, end: int) -> None:
-        run, level, at_step, tensors = _run_some(), kernels.level(), ctypes.addressof(step), self._of_calls(step)
-        for start, stop, called in self._split(first, end):
+    def _run_some(self, step: _Step, rows: Rows, in_c: frozenset[int], first: int, end: int) -> None:
+        level, at_step, calls = kernels.level(), ctypes.addressof(step), self._calls_of(step)
+        run = _functions()[2] if in_c else _run_holding_lock()
+        for start, stop, called in self._split(first, end, in_c):
             if start < stop:
                 run(level, at_step, start, stop)
-            if called is None:
-                continue
-            operation = self.recorded.operations[called]
-            assert operation.call is not None
-            *read, out = tensors[called]
-            given = [
-                one if seen.dtype == torch.float32 else one.to(seen.dtype)
-                for one, seen in zip(read, operation.call.reads, strict=True)
-            ]
-            if operation.call.attends:
-                _attend(operation.call, given[0], rows, operation.block - step.first_block, out)
-            else:
-                out.copy_(operation.call.function(*given))
+            if called is not None:
+                calls[called](rows, step.first_block)
 
-    def _split(self, first: int, end: int) -> list[tuple[int, int, int | None]]:
+    def _plan(self, num_rows: int) -> _Plan:
+        """What C computes for so many rows: products with weights as they are, where it knows torch's order."""
+        key = num_rows, torch.get_num_threads(), whole.settings()
+        if key not in self._plans:
+            operations = self.recorded.operations
+            wholes, kept, in_c = (_WholeProduct * len(operations))(), [], set()
+            for idx, call in enumerate(one.call for one in operations):
+                if call is None or call.weight is None:
+                    continue
+                found = whole.of_inputs(call.weight, num_rows, has_bias=call.bias is not None)
+                if found is not None and found.order != whole.Order.EIGHTS:  # which needs more room
+                    bias = None if call.bias is None else call.bias.float().contiguous()
+                    wholes[idx] = _WholeProduct(ctypes.addressof(found), None if bias is None else bias.data_ptr())
+                    kept += [found, bias]
+                    in_c.add(idx)
+            self._plans[key] = _Plan(wholes, frozenset(in_c), tuple(kept))
+        return self._plans[key]
+
+    def _split(self, first: int, end: int, in_c: frozenset[int]) -> list[tuple[int, int, int | None]]:
         """Operations `[start, end)` that run in C, and the call that follows, if one does."""
-        if (first, end) not in self._parts:
+        key = first, end, in_c
+        if key not in self._parts:
             parts: list[tuple[int, int, int | None]] = []
             start = first
             for idx in range(first, end):
-                if self.recorded.operations[idx].call is not None:
+                if self.recorded.operations[idx].call is not None and idx not in in_c:
                     parts.append((start, idx, idx))
                     start = idx + 1
-            self._parts[first, end] = [*parts, (start, end, None)]
-        return self._parts[first, end]
+            self._parts[key] = [*parts, (start, end, None)]
+        return self._parts[key]
 
-    def _of_calls(self, step: _Step) -> dict[int, list[Tensor]]:
-        """For each call: the tensors `[rows, …]` that it reads and the one that it writes, in the arenas."""
+    def _calls_of(self, step: _Step) -> dict[int, Callable[[Rows, int], None]]:
+        """For each call: a function of the rows and the first block of a run."""
         num_rows, arena_floats = step.num_rows, step.arena_floats
-        if num_rows not in self._tensors:
-            self._tensors[num_rows] = {
-                idx: [
-                    self._arena.as_strided(
-                        (num_rows, *seen.shape), (arena_floats, *seen.view.strides), self._offset(seen.view)
-                    )
-                    for seen in (*one.call.reads, one.call.out)
-                ]
+        if num_rows not in self._calls:
+            arenas = self._arena[: num_rows * arena_floats].view(num_rows, arena_floats)
+            self._calls[num_rows] = {
+                idx: self._ready(one, arenas)
                 for idx, one in enumerate(self.recorded.operations)
                 if one.call is not None
             }
-        return self._tensors[num_rows]
+        return self._calls[num_rows]
+
+    def _ready(self, operation: Operation, arenas: Tensor) -> Callable[[Rows, int], None]:
+        """A call with what it reads and writes in the arenas `[rows, floats]`."""
+        call = operation.call
+        assert call is not None
+        function, reads, out = call.function, [self._reader(one, arenas) for one in call.reads], call.out
+        to = arenas.as_strided((len(arenas), *out.shape), (arenas.stride(0), *out.view.strides), self._offset(out.view))
+
+        def run(rows: Rows, first_block: int) -> None:
+            to.copy_(function(*(read() for read in reads)))
+
+        def attend(rows: Rows, first_block: int) -> None:
+            """Session after session."""
+            start, queries = 0, reads[0]()
+            for num_rows, blocks in rows.sessions:
+                some = slice(start, start + num_rows)
+                to[some].copy_(function(queries[some], *blocks[operation.block - first_block]))
+                start += num_rows
+
+        return attend if call.attends else run
+
+    def _reader(self, seen: Seen, arenas: Tensor) -> Callable[[], Tensor]:
+        """A function that returns a tensor `[rows, …]`, with the strides that a batch of so many rows would have: torch
+        may compute others in another way."""
+        value = seen.view.value
+        assert value is not None
+        size, start = self.recorded.sizes[value], self._places[0][value]
+        values = arenas.narrow(1, start, size)
+        shape, strides = (len(arenas), *seen.shape), (size, *seen.view.strides)
+        if values.is_contiguous() and seen.dtype == torch.float32:
+            ready = arenas.as_strided(shape, strides, start + seen.view.offset)
+            return lambda: ready
+        offset = seen.view.offset
+        return lambda: values.to(seen.dtype).contiguous().as_strided(shape, strides, offset)
 
     def _offset(self, view: View) -> int:
         assert view.value is not None
@@ -521,15 +603,6 @@ class Line:
         if isinstance(view.storage, Tensor):
             return _Place(view.storage.data_ptr() + 4 * view.offset, 0, strides)
         return _Place(None, self._offset(view), strides)
-
-
-def _attend(call: Call, queries: Tensor, rows: Rows, block: int, out: Tensor) -> None:
-    """Attend from all rows, session after session; `block` counts from the first one of the run."""
-    start = 0
-    for num_rows, blocks in rows.sessions:
-        some = slice(start, start + num_rows)
-        out[some].copy_(call.function(queries[some], *blocks[block]))
-        start += num_rows
 
 
 def _room(tensor: Tensor, num_floats: int) -> Tensor:

@@ -1,9 +1,12 @@
 /* The operations of a step and what it runs on, as step.py fills them in. Included after weight.h. */
+#include "whole_weight.h"
+
 #define DIMS 4
 
 enum kinds {
     COPY, ADD, MULTIPLY, DIVIDE, LARGEST, SMALLEST, NEGATE, ABSOLUTE, ROOT, INVERSE_ROOT, EXPONENTIAL, SIGMOID, SILU, GELU,
-    GELU_TANH, TANH, COSINE, SINE, SUM, LAYER_NORM, PRODUCT, APPEND_KEYS, APPEND_VALUES, ATTEND
+    GELU_TANH, TANH, COSINE, SINE, SUM, LAYER_NORM, PRODUCT, APPEND_KEYS, APPEND_VALUES, ATTEND,
+    CALL /* of torch, between parts of a line; or a product with weights as they are */
 };
 
 /* Numbers in each row's arena, or the same ones for all rows. */
@@ -31,6 +34,12 @@ typedef struct {
     int64_t key_capacity, value_capacity, position;
 } stored;
 
+/* What a CALL multiplies by. */
+typedef struct {
+    const whole *weight;
+    const float *bias; /* or NULL */
+} whole_product;
+
 typedef struct {
     const instruction *line;
     int64_t preamble;     /* the first ones run in any case, those of [start, end) if they are of the blocks */
@@ -44,6 +53,8 @@ typedef struct {
     const int64_t *positions; /* [rows] */
     const void *hidden;       /* [rows, hidden_size] */
     void *outputs;
+    const whole_product *wholes; /* of each instruction, if it is a CALL that C computes for so many rows */
+    void *products;              /* [rows, largest output]: where these leave their results */
     int64_t num_threads, scores_floats; /* at most; of a thread */
     /* What threads share, only through atomic operations: see help() in step.h. */
     const instruction *shared;

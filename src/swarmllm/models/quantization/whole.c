@@ -1,9 +1,9 @@
 /* The choice among the versions of whole.h. */
-#include <stdint.h>
+#include "whole_weight.h"
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-void swarmllm_multiply_whole_3(const void *, const float *, int64_t, int64_t, const char *, int64_t, char *, float *);
-void swarmllm_multiply_whole_4(const void *, const float *, int64_t, int64_t, const char *, int64_t, char *, float *);
+void swarmllm_multiply_whole_3(const whole *, const float *, int64_t, int64_t, const char *, int64_t, char *, float *);
+void swarmllm_multiply_whole_4(const whole *, const float *, int64_t, int64_t, const char *, int64_t, char *, float *);
 
 /* True if this processor can multiply at this LEVEL in the order CHAINED, FOURS, FOURS_LATE or EIGHTS (0 to 3). */
 int64_t swarmllm_knows_order(int64_t level, int64_t is_bfloat16, int64_t order) {
@@ -15,10 +15,10 @@ int64_t swarmllm_knows_order(int64_t level, int64_t is_bfloat16, int64_t order) 
     return level == 3 ? order == 3 : order == 0 && __builtin_cpu_supports("avx512bf16");
 }
 
-void swarmllm_multiply_whole(int64_t level, const void *whole, const float *bias, int64_t start, int64_t end,
+void swarmllm_multiply_whole(int64_t level, const whole *w, const float *bias, int64_t start, int64_t end,
                              const char *inputs, int64_t num, char *outputs, float *room) {
     (level == 3 ? swarmllm_multiply_whole_3 : swarmllm_multiply_whole_4)
-        (whole, bias, start, end, inputs, num, outputs, room);
+        (w, bias, start, end, inputs, num, outputs, room);
 }
 #else
 int64_t swarmllm_knows_order(int64_t level, int64_t is_bfloat16, int64_t order) {
@@ -26,8 +26,8 @@ int64_t swarmllm_knows_order(int64_t level, int64_t is_bfloat16, int64_t order) 
     return 0;
 }
 
-void swarmllm_multiply_whole(int64_t level, const void *whole, const float *bias, int64_t start, int64_t end,
+void swarmllm_multiply_whole(int64_t level, const whole *w, const float *bias, int64_t start, int64_t end,
                              const char *inputs, int64_t num, char *outputs, float *room) {
-    (void)room, (void)level, (void)whole, (void)bias, (void)start, (void)end, (void)inputs, (void)num, (void)outputs;
+    (void)room, (void)level, (void)w, (void)bias, (void)start, (void)end, (void)inputs, (void)num, (void)outputs;
 }
 #endif

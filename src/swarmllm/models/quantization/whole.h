@@ -11,14 +11,10 @@
  *   EIGHTS      eight times eight sums: torch's own product in bfloat16 on AVX2
  */
 #include "compiler.h"
+#include "whole_weight.h"
 #include <immintrin.h>
 
 enum { CHAINED, FOURS, FOURS_LATE, EIGHTS };
-
-typedef struct {
-    const char *weights;
-    int64_t rows, columns, is_bfloat16, order, block;
-} whole;
 
 #if LEVEL == 4
 #define LANES 16
@@ -416,8 +412,6 @@ static void some_fours(const whole *w, const float *bias, int64_t start, int64_t
         fours(w, bias, start, end, inputs, 3, outputs, 0);
 }
 
-/* Rows [start, end), at least LANES, of the outputs [num, rows] of inputs [num, columns]. `bias` [rows] may be NULL. `room`
- * for EIGHTS: eight inputs in float32. */
 void OF_LEVEL(multiply_whole)(const whole *w, const float *bias, int64_t start, int64_t end, const char *inputs,
                               int64_t num, char *outputs, float *room) {
     static const int64_t at_once[] = {[CHAINED] = AT_ONCE, [FOURS] = 3, [FOURS_LATE] = 1, [EIGHTS] = 8};

@@ -57,7 +57,7 @@ DIFFERENT_ROWS = 64
 """Rows of the matrix for trials; they repeat."""
 
 
-class _Order(IntEnum):
+class Order(IntEnum):
     """As in `whole.h`."""
 
     CHAINED = 0
@@ -67,7 +67,7 @@ class _Order(IntEnum):
 
 
 class _How(NamedTuple):
-    order: _Order
+    order: Order
     block: int = 0
     """Columns whose sum is added to those of others; for `CHAINED`."""
 
@@ -105,10 +105,10 @@ class _Product(NamedTuple):
     @classmethod
     def of(cls, weight: Tensor, num_inputs: int, has_bias: bool, num_threads: int) -> "_Product":
         place = weight.data_ptr() % LINE
-        return cls(place, weight.shape, weight.dtype, num_inputs, has_bias, num_threads, _settings())
+        return cls(place, weight.shape, weight.dtype, num_inputs, has_bias, num_threads, settings())
 
 
-def _settings() -> tuple[Any, ...]:
+def settings() -> tuple[Any, ...]:
     """Those of torch that choose among its libraries, or how exact they are."""
     return torch._C._get_mkldnn_enabled(), torch._C._get_float32_matmul_precision()
 
@@ -188,10 +188,15 @@ def _whole(inputs: Tensor, weight: Any, bias: Tensor | None) -> _Whole | None:
         return None
     if inputs.data_ptr() % LINE or (bias is not None and (bias.dtype != dtype or bias.shape != shape[:1])):
         return None
-    address, has_bias, num_threads = weight.data_ptr(), bias is not None, torch.get_num_threads()
-    settings = _settings()
+    return of_inputs(weight, num_inputs, has_bias=bias is not None)
+
+
+def of_inputs(weight: Tensor, num_inputs: int, *, has_bias: bool) -> _Whole | None:
+    """The weight, as `whole.h` multiplies it by so many inputs; None: torch should."""
+    shape, dtype = weight.shape, weight.dtype
+    address, num_threads, now = weight.data_ptr(), torch.get_num_threads(), settings()
     try:
-        return _known[address, shape, dtype, num_inputs, has_bias, num_threads, settings]
+        return _known[address, shape, dtype, num_inputs, has_bias, num_threads, now]
     except KeyError:
         pass
     product = _Product.of(weight, num_inputs, has_bias, num_threads)
@@ -199,7 +204,7 @@ def _whole(inputs: Tensor, weight: Any, bias: Tensor | None) -> _Whole | None:
     if len(_known) >= MOST_KNOWN:
         _known.clear()
     whole = None if how is None else _Whole.of(weight, how)
-    _known[address, shape, dtype, num_inputs, has_bias, num_threads, settings] = whole
+    _known[address, shape, dtype, num_inputs, has_bias, num_threads, now] = whole
     return whole
 
 
@@ -228,7 +233,7 @@ def _multiply(inputs: Tensor, whole: _Whole, bias: Tensor | None) -> Tensor:
     at_bias = None if wide_bias is None else wide_bias.data_ptr()
 
     def part(start: int, end: int) -> None:
-        room = torch.empty(MOST_INPUTS * columns) if whole.order == _Order.EIGHTS else outputs
+        room = torch.empty(MOST_INPUTS * columns) if whole.order == Order.EIGHTS else outputs
         library().swarmllm_multiply_whole(
             kernels.level(),
             ctypes.addressof(whole),
@@ -306,13 +311,13 @@ def _candidates(product: _Product) -> list[_How]:
         return []
     orders = {
         order
-        for order in _Order
-        if columns % {_Order.CHAINED: 2 if is_bfloat16 else 1, _Order.EIGHTS: 64}.get(order, 1) == 0
+        for order in Order
+        if columns % {Order.CHAINED: 2 if is_bfloat16 else 1, Order.EIGHTS: 64}.get(order, 1) == 0
         and library().swarmllm_knows_order(kernels.level(), is_bfloat16, order)
     }
     blocks = {min(block, -(-columns // 2) * 2) for block in BLOCKS}  # those that are longer than a row are the same
     return [
-        _How(order, block) for order in sorted(orders) for block in (sorted(blocks) if order == _Order.CHAINED else [0])
+        _How(order, block) for order in sorted(orders) for block in (sorted(blocks) if order == Order.CHAINED else [0])
     ]
 
 

@@ -2,19 +2,23 @@
 
 Sums depend on the order of their additions, and functions such as `exp` on the library that computes them. So torch
 computes these when the line runs, too: they become `Call`s. What is left has one right result for each number, such as
-sums of two numbers, or square roots; this is most of a step, and runs in C.
+sums of two numbers, or square roots, and runs in C. So do those sums and functions whose way in torch is known
+(`step.h`), if some results are torch's here.
 """
 
+import functools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.utils import _pytree as pytree
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from swarmllm.models.quantization import whole
-from swarmllm.models.quantization.step import DIMS, DTYPES, Call, Kind, Operation, Seen, View
+from swarmllm.models.quantization.step import DIMS, DTYPES, Call, Kind, Line, Operation, Recorded, Rows, Seen, View
 from swarmllm.models.span.paged_attention import Asked
 from swarmllm.models.span.step_recorder import StepRecorder, UnsupportedStepError, name_of
 
@@ -36,14 +40,25 @@ class ExactRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         self._attention = attention
 
     def _lower(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> None:
-        before, name = len(self.operations), name_of(func)
-        is_square = name == "pow" and args[1] == 2
-        if is_square or (name in _ONE_RESULT and abs(float(kwargs.get("alpha", 1))) == 1):
+        before = len(self.operations)
+        if self._is_known(name_of(func), args, kwargs, out):
             try:
                 return super()._lower(func, args, kwargs, out)
             except UnsupportedStepError:
                 del self.operations[before:]
         return self._call(func, args, kwargs, out)
+
+    def _is_known(self, name: str, args: Any, kwargs: Any, out: Tensor) -> bool:
+        """True if C has the right result."""
+        if name in _ONE_RESULT:
+            return abs(float(kwargs.get("alpha", 1))) == 1
+        if name in ("mean", "sum"):
+            tensor = args[0]
+            is_short = out.dtype == tensor.dtype == torch.float32 and tensor.stride(-1) == 1
+            return is_short and _is_torchs(Kind.SUM, tensor.shape[-1])
+        if name in ("silu", "sigmoid"):
+            return _is_torchs(Kind.SILU if name == "silu" else Kind.SIGMOID)
+        return name == "pow" and args[1] == 2
 
     def _call(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> None:
         """Record that torch computes `out` by `func`."""
@@ -62,14 +77,31 @@ class ExactRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             first: Tensor = result[0] if isinstance(result, tuple) else result
             return first
 
-        by_name: dict[str, Callable[[], Callable[..., Tensor] | None]] = {
-            **dict.fromkeys(_OF_EACH, lambda: run),
-            "mean": lambda: _mean(args, kwargs),
-            "mm": lambda: _product(args[0], args[1], None, read),
-            "addmm": lambda: _product(args[1], args[2], args[0], read) if len(args) == 3 and not kwargs else None,
-        }
-        function = by_name.get(name_of(func), lambda: None)()
+        name = name_of(func)
+        if name == "mm" and self._note_product(args[0], args[1], None, read, out):
+            return
+        if (
+            name == "addmm"
+            and len(args) == 3
+            and not kwargs
+            and self._note_product(args[1], args[2], args[0], read, out)
+        ):
+            return
+        function = _mean(args, kwargs) if name == "mean" else run if name in _OF_EACH else None
         self._note_call(read, out, function or _row_by_row(run))
+
+    def _note_product(
+        self, inputs: Tensor, matrix: Tensor, bias: Tensor | None, read: Sequence[Tensor], out: Tensor
+    ) -> bool:
+        """Record the product of `inputs` `[1, in]` with a weight of the model, if it is one."""
+        if len(read) != 1 or read[0] is not inputs or len(inputs) != 1:
+            return False
+        weight, bias = matrix.t().detach(), None if bias is None else bias.detach()
+        if weight.is_contiguous() and inputs.is_contiguous() and out.is_contiguous():
+            self._note_call(read, out, partial(_linear, weight=weight, bias=bias), weight=weight, bias=bias)
+        else:
+            self._note_call(read, out, partial(_product, matrix=matrix.detach(), bias=bias))
+        return True
 
     def _attend(self, asked: Asked, output: Tensor, sizes: tuple[int, int, int, int], block: int) -> None:
         if self._attention != "sdpa":
@@ -82,21 +114,44 @@ class ExactRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             result: Tensor = attend(asked.module, queries, keys, values, mask, **options)[0]
             return result
 
-        self._note_call([asked.query[0]], output[0], function, block)
+        self._note_call([asked.query[0]], output[0], function, block=block)
 
     def _note_call(
-        self, read: Sequence[Tensor], out: Tensor, function: Callable[..., Tensor], block: int | None = None
+        self,
+        read: Sequence[Tensor],
+        out: Tensor,
+        function: Callable[..., Tensor],
+        *,
+        block: int | None = None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> None:
         """`block`: the block whose keys and values are attended to, if it attends."""
-        reads, to = tuple(map(self._seen, read)), self._seen(out)
-        call = Call(function, reads, to, attends=block is not None)
-        of_one, of_out = (View(seen.view.storage, seen.view.offset) for seen in (reads[0], to))
-        self.operations.append(Operation(Kind.CALL, (1,) * DIMS, of_out, of_one, block=block or 0, call=call))
+        call = Call(function, tuple(map(self._seen, read)), self._seen(out), block is not None, weight, bias)
+        sizes = (*(1,) * (DIMS - 1), 1 if weight is None else len(weight))
+        of_one, of_out = (View(seen.view.storage, seen.view.offset) for seen in (call.reads[0], call.out))
+        self.operations.append(Operation(Kind.CALL, sizes, of_out, of_one, block=block or 0, call=call))
 
     def _seen(self, tensor: Tensor) -> Seen:
         if tensor.dtype not in DTYPES and tensor.dtype != torch.int64:
             raise UnsupportedStepError(f"numbers of {tensor.dtype}")
         return Seen(self._view(tensor, tensor.stride()), tuple(tensor.shape), tensor.dtype)
+
+
+@functools.cache
+def _is_torchs(kind: Kind, size: int = 1 << 14) -> bool:
+    """True if C gives the results of torch for this kind of operation, with random numbers of all sizes."""
+    generator = torch.Generator().manual_seed(size)
+    numbers = torch.randn(4, size, generator=generator) * 2.0 ** torch.randint(-8, 8, (4, size), generator=generator)
+    views = [View(value, 0, (*(0,) * (DIMS - 1), 1)) for value in range(2)]
+    operation = Operation(kind, (*(1,) * (DIMS - 1), size), views[1], views[0], number=1.0)
+    line = Line(
+        Recorded([operation], {0: size, 1: size}, {0: (0, views[0]), 1: (1, views[1])}, None), torch.float32, size
+    )
+    got = line.run(Rows(numbers, range(len(numbers)), (), 1), 0, 1)
+    if kind == Kind.SUM:
+        return torch.equal(got[:, :1], numbers.sum(-1, keepdim=True))
+    return torch.equal(got, functional.silu(numbers) if kind == Kind.SILU else functional.sigmoid(numbers))
 
 
 def _window_mask(window: int, batch_size: int, num_keys: int) -> Tensor | None:
@@ -121,16 +176,12 @@ def _mean(args: Any, kwargs: Any) -> Callable[..., Tensor] | None:
     return lambda tensors: torch.ops.aten.mean.dim(tensors, from_end, *others, **kwargs)
 
 
-def _product(
-    inputs: Tensor, matrix: Tensor, bias: Tensor | None, read: Sequence[Tensor]
-) -> Callable[..., Tensor] | None:
-    """The product of `inputs` `[1, in]` with a weight of the model."""
-    if len(read) != 1 or read[0] is not inputs or len(inputs) != 1:
-        return None
-    weight = matrix.t().detach()
-    bias = None if bias is None else bias.detach()
-    if weight.is_contiguous():
-        return lambda tensors: whole.linear(tensors.flatten(0, 1).contiguous(), weight, bias)[:, None]
-    if bias is None:
-        return lambda tensors: torch.mm(tensors.flatten(0, 1), matrix)[:, None]
-    return lambda tensors: torch.addmm(bias, tensors.flatten(0, 1), matrix)[:, None]
+def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`[rows, 1, in]` → `[rows, 1, out]`, as `nn.Linear` of swarmllm multiplies."""
+    return whole.linear(inputs.flatten(0, 1).contiguous(), weight, bias)[:, None]
+
+
+def _product(inputs: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+    """The same by a matrix `[in, out]`."""
+    flat = inputs.flatten(0, 1)
+    return (torch.mm(flat, matrix) if bias is None else torch.addmm(bias, flat, matrix))[:, None]

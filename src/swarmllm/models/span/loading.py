@@ -30,7 +30,7 @@ from swarmllm.models.checkpoint.skeleton import (
 from swarmllm.models.parallel.shared import Group, share
 from swarmllm.models.quantization import FULL_PRECISION, Quantization, QuantizedWeight
 from swarmllm.models.quantization.loading import LoadingConfig, Whole, check_quantized, hold_whole, round_inputs
-from swarmllm.models.quantization.whole import Linear, hasten, likely_threads
+from swarmllm.models.quantization.whole import hasten, likely_threads
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.offload import OffloadedBlocks, spread
 from swarmllm.models.span.probe_results import ProbeResults
@@ -147,7 +147,7 @@ def _into_huge_pages(model: PreTrainedModel) -> None:
         if isinstance(module, QuantizedWeight) and not isinstance(module.packed, Whole):
             for name, tensor in module.named_buffers(recurse=False):
                 module._buffers[name] = into_huge_pages(tensor)
-        elif isinstance(module, Linear) and isinstance(module.weight, nn.Parameter):
+        elif isinstance(module, nn.Linear) and isinstance(module.weight, nn.Parameter):
             module.weight.data = into_huge_pages(module.weight.data, same_place=True)
 
 

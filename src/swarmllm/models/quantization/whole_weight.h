@@ -1,0 +1,15 @@
+/* Weights as they are, as whole.py describes them, and their products. */
+#ifndef WHOLE_WEIGHT_H
+#define WHOLE_WEIGHT_H
+#include <stdint.h>
+
+typedef struct {
+    const char *weights; /* [rows, columns] */
+    int64_t rows, columns, is_bfloat16, order, block;
+} whole;
+
+/* Rows [start, end), at least 16, of the outputs `[num, rows]` of inputs `[num, columns]`, of the weights' type. `bias`
+ * [rows] may be NULL. `room`: for the order EIGHTS, as many inputs as are multiplied at once, in float32. */
+void swarmllm_multiply_whole(int64_t level, const whole *w, const float *bias, int64_t start, int64_t end,
+                             const char *inputs, int64_t num, char *outputs, float *room);
+#endif
