@@ -139,7 +139,7 @@ def _reader(
 
 
 def _into_huge_pages(model: PreTrainedModel) -> None:
-    """Give large weights that our kernels multiply memory that is read faster, one after the other.
+    """Give large weights memory that is read faster, one after the other.
 
     torch's sums may depend on where in a line of the caches a weight begins, and must be those of the local model.
     """
