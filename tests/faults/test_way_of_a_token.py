@@ -8,6 +8,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import pytest
 import torch
 from swarm_in_process import Blocks, InProcessSwarm
 from transformers import PreTrainedModel, StoppingCriteria
@@ -17,14 +18,14 @@ from swarmllm.client.remote_blocks import RemoteBlocks
 from swarmllm.data_structures import Span
 from swarmllm.models.architecture import Task, task_class
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
+from swarmllm.models.quantization.step import why_no_steps
 from swarmllm.models.shell.loading import load_client_shell
 from swarmllm.server.device.scheduler import Priority
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "swarmllm"
 MOST_FILES = 41
-"""Files that one token may enter on a client and two servers. 40 on 2026-11-26, and one more (`span/attention`) if this
-process has run quantized blocks before. To be lowered, never raised."""
+"""Files that one token may enter on a client and two servers, as many as on 2026-11-29. To be lowered, never raised."""
 
 
 class Watch(StoppingCriteria):
@@ -67,6 +68,7 @@ def model_of(swarm: InProcessSwarm, directory: Path) -> Iterator[Any]:
     yield model
 
 
+@pytest.mark.skipif(bool(why_no_steps()), reason="the picture is of steps that the compiled kernels run")
 def test_the_picture_shows_what_a_token_enters(blocks: Blocks, llama: Path, local: PreTrainedModel) -> None:
     prompt = torch.tensor([[1, 5, 9, 7]])
     watch = Watch(blocks, prompt.shape[1])

@@ -186,9 +186,9 @@ class Seen:
 class Call:
     """An operation that torch computes."""
 
-    function: Callable[..., Tensor]
-    """Takes a tensor `[rows, *shape]` for each of `reads`. If it attends, it is called for each session, with the keys
-    and values of that session besides."""
+    function: Callable[..., Any]
+    """Takes a tensor `[rows, *shape]` for each of `reads`, and returns one. If it attends, it is called for each
+    session, with the keys and values of that session besides, and returns a tuple that begins with a tensor."""
     reads: tuple[Seen, ...]
     out: Seen
     attends: bool = False
@@ -511,7 +511,7 @@ class Line:
 
     def _plan(self, num_rows: int) -> _Plan:
         """What C computes for so many rows: products with weights as they are, where it knows torch's order."""
-        key = num_rows, torch.get_num_threads(), whole.settings()
+        key = num_rows, torch.get_num_threads(), *(get() for get in whole.SETTINGS)
         if key not in self._plans:
             operations = self.recorded.operations
             wholes, kept, in_c = (_WholeProduct * len(operations))(), [], set()
@@ -567,7 +567,7 @@ class Line:
             start, queries = 0, reads[0]()
             for num_rows, blocks in rows.sessions:
                 some = slice(start, start + num_rows)
-                to[some].copy_(function(queries[some], *blocks[operation.block - first_block]))
+                to[some].copy_(function(queries[some], *blocks[operation.block - first_block])[0])
                 start += num_rows
 
         return attend if call.attends else run

@@ -48,6 +48,8 @@ MEASURED = (1, 2, 3, 8, MOST_INPUTS)
 """Numbers of inputs; others are as fast as the next one."""
 SPINNING_S = 0.02
 """torch's threads wait for more work at the expense of others. Measured: ours took twice the time then. Assumed."""
+SETTINGS = (torch._C._get_mkldnn_enabled, torch._C._get_float32_matmul_precision)
+"""Those of torch that choose among its libraries, or how exact they are."""
 MOST_KNOWN = 100_000
 BLOCKS = (192, 384, 512, 1024, 1 << 30)
 """Columns whose sum is added to those of others. MKL has blocks of 192, oneDNN of 512 for one input and of 1024."""
@@ -105,12 +107,11 @@ class _Product(NamedTuple):
     @classmethod
     def of(cls, weight: Tensor, num_inputs: int, has_bias: bool, num_threads: int) -> "_Product":
         place = weight.data_ptr() % LINE
-        return cls(place, weight.shape, weight.dtype, num_inputs, has_bias, num_threads, settings())
+        return cls(place, weight.shape, weight.dtype, num_inputs, has_bias, num_threads, _settings())
 
 
-def settings() -> tuple[Any, ...]:
-    """Those of torch that choose among its libraries, or how exact they are."""
-    return torch._C._get_mkldnn_enabled(), torch._C._get_float32_matmul_precision()
+def _settings() -> tuple[Any, ...]:
+    return tuple(get() for get in SETTINGS)
 
 
 class Linear(nn.Linear):
@@ -194,7 +195,7 @@ def _whole(inputs: Tensor, weight: Any, bias: Tensor | None) -> _Whole | None:
 def of_inputs(weight: Tensor, num_inputs: int, *, has_bias: bool) -> _Whole | None:
     """The weight, as `whole.h` multiplies it by so many inputs; None: torch should."""
     shape, dtype = weight.shape, weight.dtype
-    address, num_threads, now = weight.data_ptr(), torch.get_num_threads(), settings()
+    address, num_threads, now = weight.data_ptr(), torch.get_num_threads(), _settings()
     try:
         return _known[address, shape, dtype, num_inputs, has_bias, num_threads, now]
     except KeyError:

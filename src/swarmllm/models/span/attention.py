@@ -110,7 +110,15 @@ def _with_few(usual: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[T
             return attend_few(query, key, value, attention_mask, options.get("scaling")).contiguous(), None
         return usual(module, query, key, value, attention_mask, **options)
 
+    sdpa.usual = usual  # type: ignore[attr-defined]
     return sdpa
+
+
+def usual_sdpa() -> Callable[..., tuple[Tensor, Any]]:
+    """The "sdpa" of transformers, whatever threads prefer."""
+    function: Callable[..., tuple[Tensor, Any]] = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    usual: Callable[..., tuple[Tensor, Any]] = getattr(function, "usual", function)
+    return usual
 
 
 @cache

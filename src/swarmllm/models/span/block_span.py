@@ -263,7 +263,7 @@ class BlockSpan:
         differs = any(isinstance(weight, QuantizedWeight) for weight in self._weights())
         return differs and self.dtype != torch.float32 and self.device.type == "cpu"
 
-    @property
+    @cached_property
     def num_blocks(self) -> int:
         """Blocks of the whole model, up to the end of this stack."""
         return self.slots.first + len(self.slots)

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.utils import _pytree as pytree
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from swarmllm.models.quantization import whole
 from swarmllm.models.quantization.step import DIMS, DTYPES, Call, Kind, Line, Operation, Recorded, Rows, Seen, View
+from swarmllm.models.span.attention import usual_sdpa
 from swarmllm.models.span.paged_attention import Asked
 from swarmllm.models.span.step_recorder import StepRecorder, UnsupportedStepError, name_of
 
@@ -77,18 +76,16 @@ class ExactRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             first: Tensor = result[0] if isinstance(result, tuple) else result
             return first
 
-        name = name_of(func)
-        if name == "mm" and self._note_product(args[0], args[1], None, read, out):
+        name, function = name_of(func), _row_by_row(run)
+        factors = {"mm": (*args, None), "addmm": (*args[1:], args[0])}.get(name, ())
+        if len(factors) == 3 and not kwargs and self._note_product(*factors, read, out):
             return
-        if (
-            name == "addmm"
-            and len(args) == 3
-            and not kwargs
-            and self._note_product(args[1], args[2], args[0], read, out)
-        ):
-            return
-        function = _mean(args, kwargs) if name == "mean" else run if name in _OF_EACH else None
-        self._note_call(read, out, function or _row_by_row(run))
+        if name in _OF_EACH and places == [0]:
+            names = [argument.name for argument in func._schema.arguments[1 : len(args)]]
+            function = partial(func, **dict(zip(names, args[1:], strict=True)), **kwargs)
+        elif name == "mean" and len(args) > 1 and args[1]:
+            function = _mean(args, kwargs)
+        self._note_call(read, out, function)
 
     def _note_product(
         self, inputs: Tensor, matrix: Tensor, bias: Tensor | None, read: Sequence[Tensor], out: Tensor
@@ -98,7 +95,8 @@ class ExactRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             return False
         weight, bias = matrix.t().detach(), None if bias is None else bias.detach()
         if weight.is_contiguous() and inputs.is_contiguous() and out.is_contiguous():
-            self._note_call(read, out, partial(_linear, weight=weight, bias=bias), weight=weight, bias=bias)
+            function = partial(functional.linear, weight=weight, bias=bias)
+            self._note_call(read, out, function, weight=weight, bias=bias)
         else:
             self._note_call(read, out, partial(_product, matrix=matrix.detach(), bias=bias))
         return True
@@ -106,21 +104,22 @@ class ExactRecorder(StepRecorder):  # type: ignore[no-untyped-call]
     def _attend(self, asked: Asked, output: Tensor, sizes: tuple[int, int, int, int], block: int) -> None:
         if self._attention != "sdpa":
             raise UnsupportedStepError("the model's own attention isn't PyTorch's")
-        attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        attend = partial(usual_sdpa(), asked.module)
         options = {name: value for name, value in asked.options.items() if not isinstance(value, Tensor)}
 
-        def function(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        def within_window(queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, None]:
             mask = _window_mask(asked.window, len(queries), keys.shape[-2])
-            result: Tensor = attend(asked.module, queries, keys, values, mask, **options)[0]
+            result: tuple[Tensor, None] = attend(queries, keys, values, mask, **options)
             return result
 
+        function = within_window if asked.window else partial(attend, attention_mask=None, **options)
         self._note_call([asked.query[0]], output[0], function, block=block)
 
     def _note_call(
         self,
         read: Sequence[Tensor],
         out: Tensor,
-        function: Callable[..., Tensor],
+        function: Callable[..., Any],
         *,
         block: int | None = None,
         weight: Tensor | None = None,
@@ -168,20 +167,13 @@ def _row_by_row(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return function
 
 
-def _mean(args: Any, kwargs: Any) -> Callable[..., Tensor] | None:
+def _mean(args: Any, kwargs: Any) -> Callable[..., Tensor]:
     tensor, axes, *others = args
-    if not axes:
-        return None
     from_end = [axis % tensor.ndim - tensor.ndim for axis in axes]
     return lambda tensors: torch.ops.aten.mean.dim(tensors, from_end, *others, **kwargs)
 
 
-def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`[rows, 1, in]` → `[rows, 1, out]`, as `nn.Linear` of swarmllm multiplies."""
-    return whole.linear(inputs.flatten(0, 1).contiguous(), weight, bias)[:, None]
-
-
 def _product(inputs: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
-    """The same by a matrix `[in, out]`."""
+    """`[rows, 1, in]` → `[rows, 1, out]`, by a matrix `[in, out]`."""
     flat = inputs.flatten(0, 1)
     return (torch.mm(flat, matrix) if bias is None else torch.addmm(bias, flat, matrix))[:, None]
