@@ -1,9 +1,11 @@
 """Steps of blocks that aren't quantized as lines of operations: the very bits of the model's own code."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.numerics.sessions_together import RELATIVE, Sessions, packer_of
 from tests.numerics.test_traced import lines_counted, load
+from tests.numerics.tiny_models import tiny_config
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import AutoModelForCausalLM
 
 from swarmllm.data_structures import Span
 from swarmllm.models.boundary.block_inputs import BlockInputs
@@ -63,13 +67,91 @@ class Pair:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("model_type", MODELS)
 def test_bits_of_the_models_own_code(model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    pair = Pair(load(model_type, tmp_path, dtype, "none"))
-    assert pair.packer.traces
-    pair.check(3)
-    with lines_counted() as rows:
-        for _ in range(12):
+    blocks = load(model_type, tmp_path, dtype, "none")
+    for num_rows in (1, 3):
+        pair = Pair(blocks, rows=num_rows)
+        assert pair.packer.traces
+        pair.check(3)
+        with lines_counted() as rows:
+            for _ in range(12):
+                pair.check(1)
+        assert rows == [num_rows] * 12
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("size", "num_rows", "num_threads"), [(65, 1, 1), (100, 2, 1), (11008, 7, 3)])
+def test_the_rest_of_torchs_loops(
+    size: int, num_rows: int, num_threads: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """What doesn't fill a vector is computed by another library; each thread has such a rest."""
+    config = tiny_config("llama")
+    config.intermediate_size = size
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    blocks = load("llama", tmp_path, dtype, "none")
+    with threads(num_threads):
+        pair = Pair(blocks, rows=num_rows)
+        assert pair.packer.traces
+        pair.check(3)
+        for _ in range(20):
             pair.check(1)
-    assert rows == [1] * 12
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("start", [0, 3, 8])
+def test_a_slice_that_is_multiplied(start: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    blocks = load("llama", tmp_path, dtype, "none")
+    for block_idx in blocks.span:
+        mlp: Any = blocks.slots.block(block_idx).mlp
+        width = mlp.down_proj.in_features
+        mlp.down_proj.bias = nn.Parameter(torch.randn(mlp.down_proj.out_features).to(dtype), requires_grad=False)
+
+        def forward(hidden: Tensor, mlp: Any = mlp, width: int = width) -> Tensor:
+            both = torch.cat([mlp.gate_proj(hidden), mlp.up_proj(hidden)], -1)
+            return mlp.down_proj(both[..., start : start + width])
+
+        mlp.forward = forward
+    for num_rows in (1, 2, 5):
+        pair = Pair(blocks, rows=num_rows)
+        assert pair.packer.traces
+        pair.check(3)
+        for _ in range(6):
+            pair.check(1)
+
+
+def test_an_error_in_the_middle_of_a_step(llama: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The session goes on by the model's own code, and then by lines again."""
+    pair = Pair(llama)
+    pair.check(5)
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "copy_", failing_at(Tensor.copy_, 6))
+        pair.check(1)
+    with lines_counted() as rows:
+        pair.check(1)
+    assert rows == [1]
+
+
+def failing_at(function: Callable[..., Any], number: int) -> Callable[..., Any]:
+    calls = itertools.count(1)
+
+    def fail(*args: Any) -> Any:
+        if next(calls) == number:
+            raise RuntimeError("as a test wants it")
+        return function(*args)
+
+    return fail
+
+
+def test_chosen_rows_and_positions_that_clients_send(llama: BlockSpan) -> None:
+    pair = Pair(llama, rows=2)
+    pair.check(4)
+    for cache in pair.caches:
+        cache.select_batch([1, 1, 0])
+    pair.rows = 3
+    pair.check(1)
+    for position in (0, 40, 1 << 24):
+        given = replace(random_inputs(llama, 1, 3), position_ids=torch.full((3, 1), position))
+        (got,) = pair.packer.run_calls([SessionCall(given, pair.span, pair.caches[0])])
+        assert torch.equal(got, llama.forward(given, pair.span, pair.caches[1]))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -108,12 +190,13 @@ def threads(number: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kind", [Kind.SILU, Kind.SIGMOID])
-def test_functions_are_torchs_for_all_bfloat16s(kind: Kind) -> None:
+def test_functions_are_torchs_for_bfloat16s(kind: Kind) -> None:
     if not exact_recorder._is_torchs(kind):
         pytest.skip("torch computes them otherwise here")
     bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     numbers = bits[bits.isfinite()].float()
     size = len(numbers)
+    assert size % exact_recorder.AT_ONCE == 0
     view = [View(value, 0, (0, 0, 0, 1)) for value in range(2)]
     recorded = Recorded([Operation(kind, (1, 1, 1, size), view[1], view[0])], {0: size, 1: size}, {}, None)
     recorded = replace(recorded, entries={0: (0, view[0]), 1: (1, view[1])})
@@ -121,7 +204,7 @@ def test_functions_are_torchs_for_all_bfloat16s(kind: Kind) -> None:
     assert torch.equal(got, functional.silu(numbers) if kind == Kind.SILU else functional.sigmoid(numbers))
 
 
-@given(st.integers(1, 20_000), st.integers(0, 1 << 30))
+@given(st.integers(1, exact_recorder.GRAIN - 1), st.integers(0, 1 << 30))
 def test_means_are_torchs(size: int, seed: int) -> None:
     """torch's own order, since some version; a new one may have another, and then torch computes them."""
     if not exact_recorder._is_torchs(Kind.SUM, 512):

@@ -30,6 +30,10 @@ logger = logging.getLogger(__name__)
 DIMS = 4
 ALIGNED = 16
 """Each value begins at a multiple of this many floats: a vector of the widest processors."""
+MOST_KEPT = 8
+"""Numbers of rows for which a line keeps its calls."""
+FEW_ROWS = 4
+"""Without products, these take some microseconds, so that Python's lock needn't be let go."""
 QUERIES = 4
 """Heads of queries that attention computes at once, the same number as in `step.h`: each needs a row of scores."""
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -142,7 +146,7 @@ def _functions() -> tuple[Any, Any, Any]:
 
 @functools.cache
 def _run_holding_lock() -> Any:
-    """The last of them, keeping Python's lock: without products, they take microseconds."""
+    """The last of them, keeping Python's lock."""
     run = ctypes.PyDLL(None, handle=kernels.library()._handle).swarmllm_step_part
     run.argtypes, run.restype = _functions()[2].argtypes, None
     return run
@@ -196,6 +200,8 @@ class Call:
     weight: Tensor | None = None
     """For a product with a weight `[out, in]` of the model, which C may compute with the same bits; and its bias."""
     bias: Tensor | None = None
+    most_numbers: int = 0
+    """For other operations that C computes with the same bits: for how many numbers, if torch has several threads."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,7 +227,7 @@ class Operation:
     window: int = 0
     """Last positions that ATTEND sees, the new one included; 0: all."""
     call: Call | None = None
-    """What a CALL does."""
+    """What a CALL does; of other kinds, what torch does in their place (`Call.most_numbers`)."""
     problem: str = ""
     """The reason why it can't be run, if it can't."""
 
@@ -395,7 +401,7 @@ class _Plan:
     wholes: Any
     """Of each operation, a `_WholeProduct`."""
     in_c: frozenset[int]
-    """The products among the calls that C computes."""
+    """The operations with a call that C computes nevertheless."""
     kept: tuple[Any, ...]
     """What has to stay in memory."""
 
@@ -418,6 +424,8 @@ class Line:
     """By number of rows and operation: its call, with the tensors in the arena that it reads and writes."""
     _plans: dict[tuple[Any, ...], _Plan] = field(init=False, default_factory=dict)
     """By number of rows, and torch's threads and settings."""
+    _biases: dict[int, Tensor] = field(init=False, default_factory=dict)
+    """In float32, by operation."""
     _parts: dict[tuple[int, int, frozenset[int]], list[tuple[int, int, int | None]]] = field(
         init=False, default_factory=dict
     )
@@ -461,14 +469,14 @@ class Line:
         positions = (ctypes.c_int64 * num_rows)(*rows.positions)
         at_position = -1 if self.recorded.position is None else self._offset(self.recorded.position)
         step = _Step(
-            ctypes.addressof(self._code),
-            min(idx for idx, _ in entries.values()), entries[start][0], entries[end][0],
-            num_rows, start, end - start, self.hidden_size, DTYPES[self.dtype], arena_floats,
-            self._offset(entries[start][1]), self._offset(entries[end][1]), at_position,
-            self._arena.data_ptr(), self._inputs.data_ptr(), self._scores.data_ptr(),
-            self._queries.data_ptr(),
-            ctypes.addressof(stored), ctypes.addressof(positions),
-            rows.hidden.data_ptr(), outputs.data_ptr(), None, None, num_threads, QUERIES * rows.most_seen,
+            line=ctypes.addressof(self._code), preamble=min(idx for idx, _ in entries.values()),
+            start=entries[start][0], end=entries[end][0], num_rows=num_rows, first_block=start, num_blocks=end - start,
+            hidden_size=self.hidden_size, kept_kind=DTYPES[self.dtype], arena_floats=arena_floats,
+            hidden_at=self._offset(entries[start][1]), output_at=self._offset(entries[end][1]),
+            position_at=at_position, arena=self._arena.data_ptr(), inputs=self._inputs.data_ptr(),
+            scores=self._scores.data_ptr(), queries=self._queries.data_ptr(), stored=ctypes.addressof(stored),
+            positions=ctypes.addressof(positions), hidden=rows.hidden.data_ptr(), outputs=outputs.data_ptr(),
+            num_threads=num_threads, scores_floats=QUERIES * rows.most_seen,
         )  # fmt: skip
         if self.has_calls:
             self._run_in_parts(step, rows, outputs)
@@ -488,44 +496,60 @@ class Line:
         arenas = self._arena[: num_rows * step.arena_floats].view(num_rows, -1)
         self._products = _room(self._products, num_rows * self._most_outputs)
         step.wholes, step.products = ctypes.addressof(plan.wholes), self._products.data_ptr()
-        if plan.in_c:
+        if plan.kept:
             _ask_for_help(step)
         try:
             if step.position_at >= 0:
                 arenas[:, step.position_at].copy_(torch.tensor(rows.positions))
-            self._run_some(step, rows, plan.in_c, 0, step.preamble)
+            self._run_some(step, rows, plan, 0, step.preamble)
             arenas.narrow(1, step.hidden_at, self.hidden_size).copy_(rows.hidden)
-            self._run_some(step, rows, plan.in_c, step.start, step.end)
+            self._run_some(step, rows, plan, step.start, step.end)
             outputs.copy_(arenas.narrow(1, step.output_at, self.hidden_size))
         finally:
             step.ended = 1
 
-    def _run_some(self, step: _Step, rows: Rows, in_c: frozenset[int], first: int, end: int) -> None:
+    def _run_some(self, step: _Step, rows: Rows, plan: _Plan, first: int, end: int) -> None:
         level, at_step, calls = kernels.level(), ctypes.addressof(step), self._calls_of(step)
-        run = _functions()[2] if in_c else _run_holding_lock()
-        for start, stop, called in self._split(first, end, in_c):
+        run = _functions()[2] if plan.kept or step.num_rows > FEW_ROWS else _run_holding_lock()
+        for start, stop, called in self._split(first, end, plan.in_c):
             if start < stop:
                 run(level, at_step, start, stop)
             if called is not None:
                 calls[called](rows, step.first_block)
 
     def _plan(self, num_rows: int) -> _Plan:
-        """What C computes for so many rows: products with weights as they are, where it knows torch's order."""
-        key = num_rows, torch.get_num_threads(), *(get() for get in whole.SETTINGS)
+        """What C computes for so many rows: products with weights as they are, where it knows torch's order, and
+        functions of so many numbers."""
+        num_threads = torch.get_num_threads()
+        key = num_rows, num_threads, *(get() for get in whole.SETTINGS)
         if key not in self._plans:
             operations = self.recorded.operations
             wholes, kept, in_c = (_WholeProduct * len(operations))(), [], set()
-            for idx, call in enumerate(one.call for one in operations):
-                if call is None or call.weight is None:
+            for idx, operation in enumerate(operations):
+                call = operation.call
+                if call is None:
                     continue
-                found = whole.of_inputs(call.weight, num_rows, has_bias=call.bias is not None)
+                if operation.kind != Kind.CALL:
+                    if num_threads == 1 or num_rows * math.prod(operation.sizes) <= call.most_numbers:
+                        in_c.add(idx)
+                    continue
+                found = None
+                if call.weight is not None:
+                    found = whole.of_inputs(call.weight, num_rows, has_bias=call.bias is not None)
                 if found is not None and found.order != whole.Order.EIGHTS:  # which needs more room
-                    bias = None if call.bias is None else call.bias.float().contiguous()
+                    bias = self._wide_bias(idx)
                     wholes[idx] = _WholeProduct(ctypes.addressof(found), None if bias is None else bias.data_ptr())
-                    kept += [found, bias]
+                    kept.append(found)
                     in_c.add(idx)
+            _forget_oldest(self._plans)
             self._plans[key] = _Plan(wholes, frozenset(in_c), tuple(kept))
         return self._plans[key]
+
+    def _wide_bias(self, idx: int) -> Tensor | None:
+        call = self.recorded.operations[idx].call
+        if call is not None and call.bias is not None and idx not in self._biases:
+            self._biases[idx] = call.bias.float().contiguous()
+        return self._biases.get(idx)
 
     def _split(self, first: int, end: int, in_c: frozenset[int]) -> list[tuple[int, int, int | None]]:
         """Operations `[start, end)` that run in C, and the call that follows, if one does."""
@@ -544,6 +568,7 @@ class Line:
         """For each call: a function of the rows and the first block of a run."""
         num_rows, arena_floats = step.num_rows, step.arena_floats
         if num_rows not in self._calls:
+            _forget_oldest(self._calls)
             arenas = self._arena[: num_rows * arena_floats].view(num_rows, arena_floats)
             self._calls[num_rows] = {
                 idx: self._ready(one, arenas)
@@ -579,7 +604,8 @@ class Line:
         assert value is not None
         size, start = self.recorded.sizes[value], self._places[0][value]
         values = arenas.narrow(1, start, size)
-        shape, strides = (len(arenas), *seen.shape), (size, *seen.view.strides)
+        num_ones = next((axis for axis, length in enumerate(seen.shape) if length != 1), len(seen.shape))
+        shape, strides = (len(arenas), *seen.shape), (size, *(size,) * num_ones, *seen.view.strides[num_ones:])
         if values.is_contiguous() and seen.dtype == torch.float32:
             ready = arenas.as_strided(shape, strides, start + seen.view.offset)
             return lambda: ready
@@ -603,6 +629,12 @@ class Line:
         if isinstance(view.storage, Tensor):
             return _Place(view.storage.data_ptr() + 4 * view.offset, 0, strides)
         return _Place(None, self._offset(view), strides)
+
+
+def _forget_oldest(kept: dict[Any, Any]) -> None:
+    """Make room for one more; the lines of large spans take 1 MB for each number of rows."""
+    while len(kept) >= MOST_KEPT:
+        del kept[next(iter(kept))]
 
 
 def _room(tensor: Tensor, num_floats: int) -> Tensor:

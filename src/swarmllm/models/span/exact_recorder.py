@@ -2,12 +2,13 @@
 
 Sums depend on the order of their additions, and functions such as `exp` on the library that computes them. So torch
 computes these when the line runs, too: they become `Call`s. What is left has one right result for each number, such as
-sums of two numbers, or square roots, and runs in C. So do those sums and functions whose way in torch is known
-(`step.h`), if some results are torch's here.
+sums of two numbers, or square roots, and runs in C. So do sums, `silu` and `sigmoid` of usual sizes, whose way in torch
+is known (`step.h`), if some results are torch's here.
 """
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,13 @@ _ONE_RESULT = {
     "minimum", "square", "reciprocal", "relu", "clamp", "cat", "stack",
 }  # fmt: skip
 """Operations that C computes."""
+_FUNCTIONS = {"silu": Kind.SILU, "sigmoid": Kind.SIGMOID}
+"""Functions that C computes as torch's vectors do."""
+AT_ONCE = 64
+"""Numbers of two vectors. torch computes the rest by another library."""
+GRAIN = 1 << 15
+"""Numbers that torch gives to one thread. Of more, each of several threads has a rest, or sums a part."""
+TRIALS = 4
 _OF_EACH = {"exp", "sigmoid", "silu", "tanh", "gelu", "cos", "sin", "erf", "log", "softplus", "log1p", "mish", "pow"}
 """Operations on each number by itself."""
 
@@ -39,24 +47,29 @@ class ExactRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         self._attention = attention
 
     def _lower(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> None:
-        before = len(self.operations)
-        if self._is_known(name_of(func), args, kwargs, out):
+        before, name = len(self.operations), name_of(func)
+        if self._is_known(name, args, kwargs, out):
             try:
-                return super()._lower(func, args, kwargs, out)
+                super()._lower(func, args, kwargs, out)
             except UnsupportedStepError:
                 del self.operations[before:]
-        return self._call(func, args, kwargs, out)
+            else:
+                if name in _FUNCTIONS:  # torch computes large batches
+                    call = Call(func, (self._seen(args[0]),), self._seen(out), most_numbers=GRAIN)
+                    self.operations[-1] = replace(self.operations[-1], call=call)
+                return
+        self._call(func, args, kwargs, out)
 
     def _is_known(self, name: str, args: Any, kwargs: Any, out: Tensor) -> bool:
         """True if C has the right result."""
         if name in _ONE_RESULT:
             return abs(float(kwargs.get("alpha", 1))) == 1
         if name in ("mean", "sum"):
-            tensor = args[0]
-            is_short = out.dtype == tensor.dtype == torch.float32 and tensor.stride(-1) == 1
-            return is_short and _is_torchs(Kind.SUM, tensor.shape[-1])
-        if name in ("silu", "sigmoid"):
-            return _is_torchs(Kind.SILU if name == "silu" else Kind.SIGMOID)
+            tensor, size = args[0], args[0].shape[-1]
+            is_usual = out.dtype == tensor.dtype == torch.float32 and tensor.stride(-1) == 1
+            return is_usual and size < GRAIN and _is_torchs(Kind.SUM, size)
+        if name in _FUNCTIONS:
+            return out.numel() % AT_ONCE == 0 and out.numel() <= GRAIN and _is_torchs(_FUNCTIONS[name])
         return name == "pow" and args[1] == 2
 
     def _call(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> None:
@@ -66,15 +79,14 @@ class ExactRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         leaves, spec = pytree.tree_flatten((args, kwargs))
         places = [idx for idx, leaf in enumerate(leaves) if self.is_value(leaf)]
         read = [leaves[place] for place in places]
+        leaves = [None if idx in places else leaf for idx, leaf in enumerate(leaves)]  # or the line would keep them
 
         def run(*tensors: Tensor) -> Tensor:
             given = list(leaves)
             for place, tensor in zip(places, tensors, strict=True):
                 given[place] = tensor
             some, options = pytree.tree_unflatten(given, spec)
-            result = func(*some, **options)
-            first: Tensor = result[0] if isinstance(result, tuple) else result
-            return first
+            return _first(func(*some, **options))
 
         name, function = name_of(func), _row_by_row(run)
         factors = {"mm": (*args, None), "addmm": (*args[1:], args[0])}.get(name, ())
@@ -85,18 +97,21 @@ class ExactRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             function = partial(func, **dict(zip(names, args[1:], strict=True)), **kwargs)
         elif name == "mean" and len(args) > 1 and args[1]:
             function = _mean(args, kwargs)
+        elif name == "native_layer_norm" and places == [0]:
+            function = run
         self._note_call(read, out, function)
 
     def _note_product(
         self, inputs: Tensor, matrix: Tensor, bias: Tensor | None, read: Sequence[Tensor], out: Tensor
     ) -> bool:
-        """Record the product of `inputs` `[1, in]` with a weight of the model, if it is one."""
+        """Record the product of `inputs` `[1, in]` with a weight that the line keeps, if it is one."""
         if len(read) != 1 or read[0] is not inputs or len(inputs) != 1:
             return False
         weight, bias = matrix.t().detach(), None if bias is None else bias.detach()
-        if weight.is_contiguous() and inputs.is_contiguous() and out.is_contiguous():
+        if weight.is_contiguous():
             function = partial(functional.linear, weight=weight, bias=bias)
-            self._note_call(read, out, function, weight=weight, bias=bias)
+            in_c = self._is_whole(inputs) and self._is_whole(out)
+            self._note_call(read, out, function, weight=weight if in_c else None, bias=bias)
         else:
             self._note_call(read, out, partial(_product, matrix=matrix.detach(), bias=bias))
         return True
@@ -131,6 +146,11 @@ class ExactRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         of_one, of_out = (View(seen.view.storage, seen.view.offset) for seen in (call.reads[0], call.out))
         self.operations.append(Operation(Kind.CALL, sizes, of_out, of_one, block=block or 0, call=call))
 
+    def _is_whole(self, tensor: Tensor) -> bool:
+        """True if a tensor is all of a value, in order, and so begins in a line of the caches."""
+        value = self.whole(tensor, 0).value
+        return value is not None and tensor.is_contiguous() and self.sizes[value] == tensor.numel()
+
     def _seen(self, tensor: Tensor) -> Seen:
         if tensor.dtype not in DTYPES and tensor.dtype != torch.int64:
             raise UnsupportedStepError(f"numbers of {tensor.dtype}")
@@ -138,26 +158,34 @@ class ExactRecorder(StepRecorder):  # type: ignore[no-untyped-call]
 
 
 @functools.cache
-def _is_torchs(kind: Kind, size: int = 1 << 14) -> bool:
+def _is_torchs(kind: Kind, size: int = GRAIN) -> bool:
     """True if C gives the results of torch for this kind of operation, with random numbers of all sizes."""
     generator = torch.Generator().manual_seed(size)
-    numbers = torch.randn(4, size, generator=generator) * 2.0 ** torch.randint(-8, 8, (4, size), generator=generator)
-    views = [View(value, 0, (*(0,) * (DIMS - 1), 1)) for value in range(2)]
-    operation = Operation(kind, (*(1,) * (DIMS - 1), size), views[1], views[0], number=1.0)
-    line = Line(
-        Recorded([operation], {0: size, 1: size}, {0: (0, views[0]), 1: (1, views[1])}, None), torch.float32, size
-    )
-    got = line.run(Rows(numbers, range(len(numbers)), (), 1), 0, 1)
-    if kind == Kind.SUM:
-        return torch.equal(got[:, :1], numbers.sum(-1, keepdim=True))
-    return torch.equal(got, functional.silu(numbers) if kind == Kind.SILU else functional.sigmoid(numbers))
+    view = [View(value, 0, (*(0,) * (DIMS - 1), 1)) for value in range(2)]
+    operation = Operation(kind, (*(1,) * (DIMS - 1), size), view[1], view[0], number=1.0)
+    recorded = Recorded([operation], dict.fromkeys(range(2), size), {0: (0, view[0]), 1: (1, view[1])}, None)
+    line = Line(recorded, torch.float32, size)
+    usual = {Kind.SUM: lambda one: one.sum(-1, keepdim=True), Kind.SILU: functional.silu, Kind.SIGMOID: torch.sigmoid}
+    for _ in range(TRIALS):
+        numbers = torch.randn(1, size, generator=generator)
+        numbers *= 2.0 ** torch.randint(-8, 8, (1, size), generator=generator)
+        expected: Tensor = usual[kind](numbers)
+        got = line.run(Rows(numbers, [0], (), 1), 0, 1)
+        if not torch.equal(got[:, : expected.shape[-1]], expected):
+            return False
+    return True
+
+
+def _first(result: Any) -> Tensor:
+    first: Tensor = result[0] if isinstance(result, tuple) else result
+    return first
 
 
 def _window_mask(window: int, batch_size: int, num_keys: int) -> Tensor | None:
     """The mask that transformers makes for a new position: none, until the window is full."""
     if not window or num_keys < window:
         return None
-    return torch.ones(batch_size, 1, 1, num_keys, dtype=torch.bool)
+    return (torch.arange(num_keys) >= num_keys - window).expand(batch_size, 1, 1, num_keys)
 
 
 def _row_by_row(run: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -44,8 +44,8 @@ MAX_PADDED_TOKENS = 16
 """New positions of one call that may be padded. Assumed: for more, copying the caches costs more than reading the
 weights."""
 
-TRIALS = 3
-"""Steps whose bits are compared."""
+TRIED_ROWS, TRIALS = (1, 3), 6
+"""Rows of the sessions, and steps, whose bits are compared."""
 
 OutputOrError = Tensor | Exception
 """Hidden states, or the error of the call."""
@@ -411,11 +411,12 @@ class Packer:
             PackingUnsupportedError: they have others.
         """
         blocks = self.blocks
-        for part in parts_of_each_kind(blocks) if self.forward.traced.is_exact else ():
+        parts = parts_of_each_kind(blocks) if self.forward.traced.is_exact else ()
+        for part, rows in itertools.product(parts, TRIED_ROWS):
             caches = blocks.new_cache(part), blocks.new_cache(part)
             for cache in caches:
-                blocks.forward(random_inputs(blocks, 3), part, cache)
-            inputs = random_inputs(blocks, 1)
+                blocks.forward(random_inputs(blocks, 3, rows), part, cache)
+            inputs = random_inputs(blocks, 1, rows)
             for _ in range(TRIALS):
                 (traced,) = self.forward.run_packed([SessionCall(inputs, part, caches[0])], Packing.TRACED)
                 expected = blocks.forward(inputs, part, caches[1])

@@ -194,6 +194,8 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         read, bounds = args[0], (*args[1:], None, None)
         low, high = kwargs.get("min", bounds[0]), kwargs.get("max", bounds[1])
         for kind, bound in ((Kind.LARGEST, low), (Kind.SMALLEST, high)):
+            if self.is_value(bound):
+                raise UnsupportedStepError("bounds that depend on the step")
             if bound is not None:
                 self._add(kind, out, [read, torch.tensor(float(bound))])
                 read = out

@@ -75,8 +75,11 @@ class TracedSteps:
     def most_rows(self) -> int:
         """Rows up to which products are faster by our kernels, as lines have them, than by torch with decoded weights.
 
-        Rounded inputs are always multiplied by our kernels. At most `MOST_ROWS`.
+        Rounded inputs are always multiplied by our kernels. At most `MOST_ROWS`. For weights that aren't quantized,
+        more sessions are measured (`device/throughput`).
         """
+        if self.is_exact:
+            return kernels.AT_A_TIME
         blocks = self._paged.blocks
         weights = [one.packed for one in blocks.slots.modules() if isinstance(one, QuantizedWeight)]
         forms = {isinstance(one, InStrips) for one in weights if not one.rounds_inputs}
