@@ -437,10 +437,8 @@ class Line:
         operations = self.recorded.operations
         self._code = (_Instruction * len(operations))(*map(self._instruction, operations))
         weights = [one.call.weight for one in operations if one.call is not None and one.call.weight is not None]
-        self._widest = max(
-            *(one.matrix.floats_of_input for one in operations if one.matrix is not None),
-            *(weight.shape[1] for weight in weights), 0, 0,
-        )  # fmt: skip
+        widths = [one.matrix.floats_of_input for one in operations if one.matrix is not None]
+        self._widest = max(widths + [weight.shape[1] for weight in weights], default=0)
         self._most_outputs = max((len(weight) for weight in weights), default=0)
         heads = [one.sizes[2] for one in operations if one.kind == Kind.ATTEND]
         self._largest_head = max(heads, default=0)

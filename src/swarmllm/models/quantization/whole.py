@@ -285,7 +285,7 @@ def _order_of(product: _Product, weight: Tensor, *, is_hard: bool) -> _How | Non
         trials = 1 if weight.nbytes >= LARGE and rows % DIFFERENT_ROWS == 0 else TRIALS
         inputs = hard_inputs(trials, product.num_inputs, columns)
     else:
-        trials = max(TRIALS, -(-ENOUGH_OUTPUTS // (rows * product.num_inputs)))
+        trials = -(-ENOUGH_OUTPUTS // (rows * product.num_inputs))
         generator = torch.Generator().manual_seed(0)
         inputs = torch.randn(trials, product.num_inputs, columns, generator=generator)
     bias = torch.linspace(-1, 1, rows).to(dtype) if product.has_bias else None
