@@ -18,7 +18,7 @@ from swarmllm.client.remote_blocks import RemoteBlocks
 from swarmllm.data_structures import Span
 from swarmllm.models.architecture import Task, task_class
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
-from swarmllm.models.quantization.step import why_no_steps
+from swarmllm.models.quantization.line import why_no_steps
 from swarmllm.models.shell.loading import load_client_shell
 from swarmllm.server.device.scheduler import Priority
 

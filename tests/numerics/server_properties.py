@@ -32,7 +32,7 @@ from swarmllm.errors import UnsupportedModelError
 from swarmllm.models.architecture import stacks
 from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from swarmllm.models.quantization import FULL_PRECISION, Quantization
-from swarmllm.models.quantization.step import why_no_steps
+from swarmllm.models.quantization.line import why_no_steps
 from swarmllm.models.span import probes, small_copy
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.decode_graphs import StaticInputs, trace

@@ -20,8 +20,9 @@ from transformers import AutoModelForCausalLM
 
 from swarmllm.data_structures import Span
 from swarmllm.models.boundary.block_inputs import BlockInputs
-from swarmllm.models.quantization import kernels, step, whole
-from swarmllm.models.quantization.step import Kind, Line, Operation, Recorded, Rows, View
+from swarmllm.models.quantization import kernels, line, whole
+from swarmllm.models.quantization.line import Line, Rows
+from swarmllm.models.quantization.step import Kind, Operation, Recorded, View
 from swarmllm.models.span import exact_recorder
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.packing import Packer, Packing, SessionCall
@@ -29,7 +30,7 @@ from swarmllm.models.span.packing_probe import right_ways
 from swarmllm.models.span.span_cache import SpanCache
 from swarmllm.models.span.trials import random_inputs
 
-pytestmark = pytest.mark.skipif(bool(step.why_no_steps()), reason="needs the compiled kernels")
+pytestmark = pytest.mark.skipif(bool(line.why_no_steps()), reason="needs the compiled kernels")
 
 DTYPES = [torch.float32, torch.bfloat16]
 MODELS = [

@@ -16,9 +16,10 @@ from torch.nn import functional
 
 from swarmllm.data_structures import Span
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
-from swarmllm.models.quantization import Quantization, QuantizedWeight, kernels, step
+from swarmllm.models.quantization import Quantization, QuantizedWeight, kernels, line
+from swarmllm.models.quantization.line import Line, Rows
 from swarmllm.models.quantization.packed import InStrips
-from swarmllm.models.quantization.step import DIMS, Kind, Line, Operation, Recorded, Rows, View, simplified
+from swarmllm.models.quantization.step import DIMS, Kind, Operation, Recorded, View, simplified
 from swarmllm.models.span import step_recorder
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
@@ -27,7 +28,7 @@ from swarmllm.models.span.packing_probe import right_ways
 from swarmllm.models.span.trials import random_inputs
 from swarmllm.server.device import throughput
 
-pytestmark = pytest.mark.skipif(bool(step.why_no_steps()), reason="needs the compiled kernels")
+pytestmark = pytest.mark.skipif(bool(line.why_no_steps()), reason="needs the compiled kernels")
 
 LEVELS = [1, 3, 4]
 """Kinds of processors for which the kernels are compiled."""

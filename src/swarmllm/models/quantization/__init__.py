@@ -10,7 +10,8 @@
                  among strips.h, for weights that are arranged for it (`packed.InStrips`); the fastest way to multiply
                  on this processor
     whole        products with weights as they are, with torch's bits but faster, by whole.h
-    step         a decode step as a line of operations, which step.h runs in one call on CPUs
+    step         a decode step as a line of operations
+    line         runs it on CPUs, by step.h
     cuda         products on CUDA: the matrices that the next one takes
     cuda_products  their kernel in Triton, for a few inputs and all forms
     weight       a packed weight in place of a model's parameter

@@ -1,4 +1,4 @@
-/* The operations of a step and what it runs on, as step.py fills them in. Included after weight.h. */
+/* The operations of a step and what it runs on, as line.py fills them in. Included after weight.h. */
 #include "whole_weight.h"
 
 #define DIMS 4

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from swarmllm.models.quantization.step import DIMS, DTYPES, Call, Kind, Line, Operation, Recorded, Rows, Seen, View
+from swarmllm.models.quantization.line import Line, Rows
+from swarmllm.models.quantization.step import DIMS, DTYPES, Call, Kind, Operation, Recorded, Seen, View
 from swarmllm.models.span.attention import usual_sdpa
 from swarmllm.models.span.paged_attention import Asked
 from swarmllm.models.span.step_recorder import StepRecorder, UnsupportedStepError, name_of

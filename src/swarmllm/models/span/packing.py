@@ -28,7 +28,7 @@ from swarmllm.data_structures import Span
 from swarmllm.errors import CacheFullError, LocalProtocolError
 from swarmllm.models.boundary.block_inputs import BlockInputs, all_on_device, arithmetic
 from swarmllm.models.quantization import kernels
-from swarmllm.models.quantization.step import Rows as StepRows
+from swarmllm.models.quantization.line import Rows as StepRows
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.decode_graphs import SIZES, DecodeGraphs, DecodeStep, StaticInputs
 from swarmllm.models.span.packed_caches import PackingUnsupportedError, PaddedCache, RaggedAttention, Segment

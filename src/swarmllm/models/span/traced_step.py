@@ -1,7 +1,7 @@
 """Decode steps on CPUs as straight lines: the model's own operations, recorded once, run without the model.
 
 The model's own code runs a step of one new position, and `step_recorder` records each operation of torch on its
-numbers. The cache reports keys, values and attention (`_RecordedCache`). `quantization/step` runs the line for any
+numbers. The cache reports keys, values and attention (`_RecordedCache`). `quantization/line` runs the line for any
 number of rows, each a new position of some session. So this works for all architectures whose steps consist of known
 operations, and knows none of the architectures. If a step has other operations, or its Python code reads a number out
 of a tensor, the model's own code runs it. `packing_probe` compares lines with the model's own code.
@@ -20,8 +20,9 @@ from torch import Tensor
 from swarmllm.data_structures import Span
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.quantization import QuantizedWeight, kernels
+from swarmllm.models.quantization.line import Line, why_no_steps
 from swarmllm.models.quantization.packed import InStrips
-from swarmllm.models.quantization.step import DTYPES, Line, Recorded, needed, simplified, why_no_steps
+from swarmllm.models.quantization.step import DTYPES, Recorded, needed, simplified
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.exact_recorder import ExactRecorder
 from swarmllm.models.span.packed_caches import PackingUnsupportedError
