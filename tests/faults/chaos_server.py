@@ -12,6 +12,7 @@ from typing import Any
 
 import swarmllm.server.span_loader as span_loader
 from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.models.span.packing import PackedForward
 from swarmllm.server.__main__ import main
 from swarmllm.server.device.forward_backward import Graph
 from swarmllm.server.device.throughput import Throughput
@@ -24,27 +25,36 @@ OUT_OF_MEMORY = (
 
 
 def misbehave(ms_per_block: float, failures: Path) -> None:
-    """Patch the measurement, and the two places through which every computation goes."""
+    """Patch the measurement, and the three places through which every computation goes."""
     claimed = Throughput(forward_tokens_per_s=1e3 / ms_per_block, decode_ms_per_block=ms_per_block)
     span_loader.measure_throughput = lambda *_, **__: claimed  # type: ignore[attr-defined]
-    honest_forward, honest_gradients = BlockSpan.forward, Graph.gradients
+    honest_forward, honest_gradients, honest_steps = BlockSpan.forward, Graph.gradients, PackedForward.run_packed
 
     def forward(self: BlockSpan, *args: Any, **kwargs: Any) -> Any:
         allocate()
         return honest_forward(self, *args, **kwargs)
+
+    def run_packed(self: PackedForward, *args: Any, **kwargs: Any) -> Any:
+        if fails():
+            raise RuntimeError(OUT_OF_MEMORY)  # then each session of the step runs alone, and fails there
+        return honest_steps(self, *args, **kwargs)
 
     def gradients(self: Graph, *args: Any, **kwargs: Any) -> Any:
         allocate()
         return honest_gradients(self, *args, **kwargs)
 
     def allocate() -> None:
-        if threading.current_thread().name != "swarmllm-device" or not failures.exists():
-            return
-        if left := int(failures.read_text()):
+        if left := fails():
             write_failures(failures, left - 1)
             raise RuntimeError(OUT_OF_MEMORY)
 
+    def fails() -> int:
+        if threading.current_thread().name != "swarmllm-device" or not failures.exists():
+            return 0
+        return int(failures.read_text())
+
     BlockSpan.forward = forward  # type: ignore[method-assign]
+    PackedForward.run_packed = run_packed  # type: ignore[method-assign]
     Graph.gradients = gradients  # type: ignore[method-assign]
 
 

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 import swarmllm.server.span_loader as span_loader
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.models.span.packing import PackedForward, Packing, SessionCall
 from swarmllm.server.__main__ import main
 from swarmllm.server.device.forward_backward import Graph
 from swarmllm.server.device.scheduler import Scheduler, Work
@@ -40,12 +42,15 @@ class Fault(Enum):
 
 
 def misbehave(fault: Fault, trigger: Path) -> None:
-    """Patch the two places through which every computation goes, and boast, so that routes lead here."""
+    """Patch the three places through which every computation goes, and boast, so that routes lead here."""
     # Far more than pings on a busy machine differ by, although real steps correct what is announced, by 100 at most.
     ms_per_block = 1e4 if fault is Fault.MODEST else 1e-3
     claimed = Throughput(forward_tokens_per_s=1e3 / ms_per_block, decode_ms_per_block=ms_per_block)
     span_loader.measure_throughput = lambda *_, **__: claimed  # type: ignore[attr-defined]
-    honest_forward, honest_gradients = BlockSpan.forward, Graph.gradients
+    honest_forward, honest_gradients, honest_steps = BlockSpan.forward, Graph.gradients, PackedForward.run_packed
+
+    def run_packed(self: PackedForward, calls: Sequence[SessionCall], way: Packing) -> list[torch.Tensor]:
+        return [after(outputs) for outputs in honest_steps(self, calls, way)]
 
     def forward(self: BlockSpan, inputs: BlockInputs, *args: object, **kwargs: object) -> torch.Tensor:
         return after(honest_forward(self, inputs, *args, **kwargs))  # type: ignore[arg-type]
@@ -89,6 +94,7 @@ def misbehave(fault: Fault, trigger: Path) -> None:
 
     Scheduler.ran = ran  # type: ignore[method-assign]
     BlockSpan.forward = forward  # type: ignore[method-assign,assignment]
+    PackedForward.run_packed = run_packed  # type: ignore[method-assign]
     Graph.gradients = gradients  # type: ignore[method-assign]
 
 
