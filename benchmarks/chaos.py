@@ -3,7 +3,7 @@
     python benchmarks/chaos.py [--texts 1000] [--workers 3] [--load 0]
     python benchmarks/chaos.py --seed 417 --texts 1          # that text alone (perhaps another server of it)
     python benchmarks/chaos.py --only "prompt lookup"        # that kind alone
-    CHAOS_QUANT_TYPE=int8 python benchmarks/chaos.py         # with weights of 8 bits, so steps run as recorded lines
+    CHAOS_QUANT_TYPE=int8 python benchmarks/chaos.py         # with weights of 8 bits
 
 Every text is compared with the local model's. Counts wrong texts and errors, and measures how long a disturbance keeps
 a client waiting: the longest time between two tokens from then on, less the usual one. What the texts are, and what

@@ -23,7 +23,7 @@ from swarmllm.demo.local_swarm import LocalServer
 from swarmllm.swarm.retry import MOST_REFUSALS
 
 QUANT_TYPE = os.environ.get("CHAOS_QUANT_TYPE", "none")
-"""Format of the servers' weights. With 8 bits and fewer, decode steps run as recorded lines."""
+"""Format of the servers' weights."""
 OPTIONS = {"quant_type": QUANT_TYPE, "dtype": "float32", "num_threads": 1}
 ROUTE_TIMEOUT_S = 10.0
 """For texts whose blocks nobody serves any more. While a p2pd is frozen, others take 5 s to say that a dead server
