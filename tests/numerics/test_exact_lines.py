@@ -288,6 +288,15 @@ def test_attention_of_another_kind_is_left_to_the_model(tmp_path: Path) -> None:
     assert Packing.TRACED not in right_ways(blocks)
 
 
+def test_a_trial_that_fails_ends_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = load("llama", tmp_path, quant_type="none")
+    packer = Packer(blocks, right_ways(blocks))
+    assert packer.traces
+    monkeypatch.setattr(line.Line, "run", failing_at(line.Line.run, 2))
+    packer.trace()
+    assert not packer.traces
+
+
 def test_random_operations_are_left_to_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = load("llama", tmp_path, quant_type="none")
     monkeypatch.setattr(blocks.slots.block(0).mlp, "act_fn", nn.Dropout(0.1).train())

@@ -31,9 +31,9 @@ _ONE_RESULT = {
 _FUNCTIONS = {"silu": Kind.SILU, "sigmoid": Kind.SIGMOID}
 """Functions that C computes as torch's vectors do."""
 AT_ONCE = 64
-"""Numbers of two vectors. torch computes the rest by another library."""
+"""Numbers that torch computes at once, in two vectors. What is left over is computed by another library."""
 GRAIN = 1 << 15
-"""Numbers that torch gives to one thread. Of more, each of several threads has a rest, or sums a part."""
+"""Numbers that one thread of torch computes. Of more, several compute parts, and each part has something left over."""
 TRIALS = 4
 _OF_EACH = {"exp", "sigmoid", "silu", "tanh", "gelu", "cos", "sin", "erf", "log", "softplus", "log1p", "mish", "pow"}
 """Operations on each number by itself."""
@@ -71,7 +71,7 @@ class ExactRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             return is_usual and size < GRAIN and _is_torchs(Kind.SUM, size)
         if name in _FUNCTIONS:
             return out.numel() % AT_ONCE == 0 and out.numel() <= GRAIN and _is_torchs(_FUNCTIONS[name])
-        return name == "pow" and args[1] == 2
+        return name == "pow" and not isinstance(args[1], Tensor) and bool(args[1] == 2)
 
     def _call(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> None:
         """Record that torch computes `out` by `func`."""
