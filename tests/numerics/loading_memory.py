@@ -17,6 +17,8 @@ from swarmllm.models.span.loading import load_block_span
 
 OVERHEAD_BYTES = 40_000_000
 """Measured: up to 25 MB, of any model: threads, kernels' workspaces, modules without weights."""
+PRODUCT_BYTES = 700_000
+"""Measured: what oneDNN keeps of each product in bfloat16, for each shape, number of inputs and of threads."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_models import save_tiny
-from torch import Tensor
+from torch import Tensor, nn
 
 from swarmllm import machine_memory
 from swarmllm.data_structures import Span
@@ -49,22 +49,26 @@ def test_they_hold_the_same_numbers_and_are_given_back() -> None:
 
 
 @only_with_huge_pages
-def test_quantized_blocks_have_them_and_others_stay_parts_of_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where in memory a weight begins can change the last bits of torch's sums."""
+def test_weights_of_blocks_have_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that aren't quantized in the same place of a line, which can change the last bits of torch's sums."""
     monkeypatch.setattr(machine_memory, "WORTH_MOVING_BYTES", 1)
     moved: list[Tensor] = []
+    places: list[tuple[int, int]] = []
 
-    def recorded(tensor: Tensor) -> Tensor:
-        moved.append(into_huge_pages(tensor))
+    def recorded(tensor: Tensor, *, same_place: bool = False) -> Tensor:
+        moved.append(into_huge_pages(tensor, same_place=same_place))
+        places.append((tensor.data_ptr() % 64, moved[-1].data_ptr() % 64))
         return moved[-1]
 
     monkeypatch.setattr(loading, "into_huge_pages", recorded)
     save_tiny("llama", tmp_path)
     checkpoint = open_checkpoint(str(tmp_path))
-    load_block_span(checkpoint, Span(0, 2), progress=False)
-    assert not moved
+    blocks = load_block_span(checkpoint, Span(0, 2), progress=False)
+    linears = [one for one in blocks.slots.modules() if isinstance(one, nn.Linear)]
+    assert len(linears) == 2 * 7
+    assert {one.weight.data_ptr() for one in linears} == {tensor.data_ptr() for tensor in moved}
+    assert all(before == after for before, after in places)
+    moved.clear()
     blocks = load_block_span(checkpoint, Span(0, 2), quantization=Quantization("int8", smallest=1), progress=False)
     weights = [one for one in blocks.slots.modules() if isinstance(one, QuantizedWeight)]
     assert len(weights) == 2 * 7

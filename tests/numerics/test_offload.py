@@ -25,7 +25,7 @@ from swarmllm.models.span import offload
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
 from swarmllm.models.span.offload import OffloadedBlocks, num_slots, spread
-from swarmllm.models.span.packing import Packer, SessionCall
+from swarmllm.models.span.packing import Packer, Packing, SessionCall
 from swarmllm.models.span.packing_probe import right_ways
 from swarmllm.server.device.device import num_blocks_that_fit, num_to_offload
 from swarmllm.server.device.forward_backward import Graph
@@ -166,9 +166,11 @@ def test_formats(model_type: str, quant_type: str, tmp_path: Path) -> None:
 
 
 def test_sessions_that_run_together(resident: BlockSpan, offloaded: BlockSpan) -> None:
-    answers = []
+    """In the same way: other ways of packing add in other orders."""
+    answers, ways = [], right_ways(offloaded)
+    assert ways[0] == Packing.RAGGED
     for blocks in (resident, offloaded):
-        packer = Packer(blocks, right_ways(blocks))
+        packer = Packer(blocks, ways)
         caches = [blocks.new_cache() for _ in range(4)]
         for length in (3, 1, 1):
             calls = [

@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -19,6 +20,7 @@ from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
+from swarmllm.models.span.packing import PackedForward
 from swarmllm.network.wire.frames import SMALL_BYTES
 from swarmllm.network.wire.messages import Successor
 from swarmllm.network.wire.protocol import MessageType
@@ -195,15 +197,18 @@ async def test_a_server_without_memory_says_so_offers_less_and_goes_on(
         async with asyncio.timeout(60):
             while not len(second.pages):  # noqa: ASYNC110 - after the answer
                 await asyncio.sleep(0)
-        whole = BlockSpan.forward
 
-        def lacking(self: BlockSpan, step: BlockInputs, *args: Any) -> torch.Tensor:
-            if threading.current_thread().name == second.peer_id:
-                torch.empty(1 << 48)
-            return whole(self, step, *args)
+        def lacking(method: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any, **options: Any) -> Any:
+                if threading.current_thread().name == second.peer_id:
+                    torch.empty(1 << 48)
+                return method(*args, **options)
+
+            return run
 
         with monkeypatch.context() as patch:
-            patch.setattr(BlockSpan, "forward", lacking)
+            patch.setattr(BlockSpan, "forward", lacking(BlockSpan.forward))
+            patch.setattr(PackedForward, "run_packed", lacking(PackedForward.run_packed))
             with pytest.raises(ServerOutOfMemoryError) as caught:
                 await client.step(100, inputs(blocks, 1, 1))
         assert caught.value.retriable

@@ -117,22 +117,21 @@ def library() -> Any:
     found.swarmllm_arrange.argtypes = (
         ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p
     )  # fmt: skip
-    found.swarmllm_multiply_strips.restype = found.swarmllm_prepare_inputs.restype = None
     found.swarmllm_open_strips.argtypes = (
         ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p
     )  # fmt: skip
-    found.swarmllm_arrange.restype = found.swarmllm_open_strips.restype = None
     for choice in (found.swarmllm_rounded_bytes, found.swarmllm_int8_version, found.swarmllm_strips_version):
         choice.argtypes, choice.restype = (ctypes.c_int64,), ctypes.c_int64
     found.swarmllm_multiply_whole.argtypes = (
         ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p,
         ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p,
     )  # fmt: skip
-    found.swarmllm_multiply_whole.restype = None
     found.swarmllm_knows_order.argtypes, found.swarmllm_knows_order.restype = (ctypes.c_int64,) * 3, ctypes.c_int64
-    found.swarmllm_round.restype = None
-    found.swarmllm_multiply.restype = found.swarmllm_dequantize.restype = None
-    found.swarmllm_round_inputs.restype = found.swarmllm_multiply_rounded.restype = None
+    for without_result in (
+        "multiply", "dequantize", "round_inputs", "round", "multiply_rounded", "multiply_strips", "prepare_inputs",
+        "arrange", "open_strips", "multiply_whole",
+    ):  # fmt: skip
+        getattr(found, f"swarmllm_{without_result}").restype = None
     return found
 
 
