@@ -335,7 +335,7 @@ def test_each_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     how, dtype, reference = case
-    if not kernels.library().swarmllm_knows_order(level, dtype == torch.bfloat16, how.order):
+    if not kernels.library().swarmllm_has_order(level, dtype == torch.bfloat16, how.order):
         pytest.skip("not at this level")
     monkeypatch.setattr(kernels, "level", lambda: level)
     weight = whole._at(whole.hard_weight(rows, columns).to(dtype), 0)

@@ -12,9 +12,11 @@ from swarmllm.data_structures import Span
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.quantization import QuantizedWeight, kernels, loading
+from swarmllm.models.quantization.line import why_no_steps
 from swarmllm.models.quantization.loading import NATIVE_TOKENS, Whole, check_matrix
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
+from swarmllm.models.span.packing import PackedForward, Packing, SessionCall
 
 HALF_A_STEP = 2.0**-8
 """Rounding of bfloat16, relative to the number."""
@@ -103,3 +105,27 @@ def test_where_nothing_changes(
     save_tiny("llama", tmp_path)
     slow_bfloat16(monkeypatch, speedup)
     assert not held(load(tmp_path, dtype))
+
+
+@pytest.mark.skipif(bool(why_no_steps()), reason="needs the compiled kernels")
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen2"])
+def test_steps_are_lines(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_bfloat16(monkeypatch)
+    save_tiny(model_type, tmp_path)
+    blocks = load(tmp_path)
+    assert held(blocks)
+    forward = PackedForward(blocks)
+    assert forward.traced.is_exact
+    assert forward.traced.most_rows == NATIVE_TOKENS  # the order isn't looked for in so small weights
+    for num_rows in (1, NATIVE_TOKENS):
+        caches = [blocks.new_cache() for _ in range(2)]
+        generator = torch.Generator().manual_seed(0)
+        for seq_len in (4, 1, 1, 1):
+            hidden = torch.randn(num_rows, seq_len, blocks.embedding_dim, generator=generator).bfloat16()
+            inputs = BlockInputs(hidden_states=hidden, batch_size=num_rows, seq_len=seq_len)
+            expected = blocks.forward(inputs, cache=caches[0])
+            if seq_len > 1:
+                blocks.forward(inputs, cache=caches[1])
+                continue
+            (got,) = forward.run_packed([SessionCall(inputs, blocks.span, caches[1])], Packing.TRACED)
+            assert torch.equal(got, expected)

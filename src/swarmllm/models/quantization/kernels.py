@@ -90,7 +90,7 @@ def library() -> Any:
     except OSError as error:
         logger.warning("weights of few bits multiply slowly here, since swarmllm was installed without gcc (%s)", error)
         return None
-    is_complete = hasattr(found, "swarmllm_knows_order")
+    is_complete = hasattr(found, "swarmllm_has_order")
     if not is_complete or getattr(found, "swarmllm_weight_bytes", int)() != ctypes.sizeof(_Weight):
         logger.warning(
             "weights of few bits multiply slowly, since %s is of another version: install swarmllm anew", path
@@ -124,9 +124,9 @@ def library() -> Any:
         choice.argtypes, choice.restype = (ctypes.c_int64,), ctypes.c_int64
     found.swarmllm_multiply_whole.argtypes = (
         ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p,
-        ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p,
+        ctypes.c_int64, ctypes.c_void_p,
     )  # fmt: skip
-    found.swarmllm_knows_order.argtypes, found.swarmllm_knows_order.restype = (ctypes.c_int64,) * 3, ctypes.c_int64
+    found.swarmllm_has_order.argtypes, found.swarmllm_has_order.restype = (ctypes.c_int64,) * 3, ctypes.c_int64
     for without_result in (
         "multiply", "dequantize", "round_inputs", "round", "multiply_rounded", "multiply_strips", "prepare_inputs",
         "arrange", "open_strips", "multiply_whole",

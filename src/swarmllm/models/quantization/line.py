@@ -281,7 +281,7 @@ class Line:
                 found = None
                 if call.weight is not None:
                     found = whole.of_inputs(call.weight, num_rows, has_bias=call.bias is not None)
-                if found is not None and found.order != whole.Order.EIGHTS:  # which needs more room
+                if found is not None:
                     bias = self._wide_bias(idx)
                     wholes[idx] = _WholeProduct(ctypes.addressof(found), None if bias is None else bias.data_ptr())
                     kept.append(found)

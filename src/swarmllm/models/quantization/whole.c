@@ -2,11 +2,11 @@
 #include "whole_weight.h"
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-void swarmllm_multiply_whole_3(const whole *, const float *, int64_t, int64_t, const char *, int64_t, char *, float *);
-void swarmllm_multiply_whole_4(const whole *, const float *, int64_t, int64_t, const char *, int64_t, char *, float *);
+void swarmllm_multiply_whole_3(const whole *, const float *, int64_t, int64_t, const char *, int64_t, char *);
+void swarmllm_multiply_whole_4(const whole *, const float *, int64_t, int64_t, const char *, int64_t, char *);
 
 /* True if this processor can multiply at this LEVEL in the order CHAINED, FOURS, FOURS_LATE or EIGHTS (0 to 3). */
-int64_t swarmllm_knows_order(int64_t level, int64_t is_bfloat16, int64_t order) {
+int64_t swarmllm_has_order(int64_t level, int64_t is_bfloat16, int64_t order) {
     __builtin_cpu_init();
     if (level < 3)
         return 0;
@@ -16,18 +16,18 @@ int64_t swarmllm_knows_order(int64_t level, int64_t is_bfloat16, int64_t order) 
 }
 
 void swarmllm_multiply_whole(int64_t level, const whole *w, const float *bias, int64_t start, int64_t end,
-                             const char *inputs, int64_t num, char *outputs, float *room) {
+                             const char *inputs, int64_t num, char *outputs) {
     (level == 3 ? swarmllm_multiply_whole_3 : swarmllm_multiply_whole_4)
-        (w, bias, start, end, inputs, num, outputs, room);
+        (w, bias, start, end, inputs, num, outputs);
 }
 #else
-int64_t swarmllm_knows_order(int64_t level, int64_t is_bfloat16, int64_t order) {
+int64_t swarmllm_has_order(int64_t level, int64_t is_bfloat16, int64_t order) {
     (void)level, (void)is_bfloat16, (void)order;
     return 0;
 }
 
 void swarmllm_multiply_whole(int64_t level, const whole *w, const float *bias, int64_t start, int64_t end,
-                             const char *inputs, int64_t num, char *outputs, float *room) {
-    (void)room, (void)level, (void)w, (void)bias, (void)start, (void)end, (void)inputs, (void)num, (void)outputs;
+                             const char *inputs, int64_t num, char *outputs) {
+    (void)level, (void)w, (void)bias, (void)start, (void)end, (void)inputs, (void)num, (void)outputs;
 }
 #endif

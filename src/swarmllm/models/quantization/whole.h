@@ -14,8 +14,6 @@
 #include "whole_weight.h"
 #include <immintrin.h>
 
-enum { CHAINED, FOURS, FOURS_LATE, EIGHTS };
-
 #if LEVEL == 4
 #define LANES 16
 #define AT_ONCE 8 /* inputs: with the weights, all in registers */
@@ -322,9 +320,9 @@ INLINE float sum_of_eights(vec sums[SUMS]) {
     return _mm256_cvtss_f32(ADD(sum, SHUFFLED_IN_FOURS(sum, 0xb1)));
 }
 
-/* `num` inputs, which are in float32 in `wide_inputs`, by PAIR rows. Rows are turned into float32 piece by piece, for all
+/* `num` inputs by PAIR rows. Rows are turned into float32 piece by piece, for all
  * inputs, if there are several. */
-INLINE void eights_of(const whole *w, const uint16_t *weights, const float *wide_inputs, int64_t num, float *results) {
+INLINE void eights_of(const whole *w, const uint16_t *weights, const float *inputs, int64_t num, float *results) {
     int64_t columns = w->columns;
     vec sums[PAIR][MOST][SUMS];
     float wide[PAIR][PIECE];
@@ -336,7 +334,7 @@ INLINE void eights_of(const whole *w, const uint16_t *weights, const float *wide
             const uint16_t *row = weights + which * columns + begin;
             const char *next = (const char *)(row + AHEAD_ROWS * columns);
             if (num == 1) {
-                add_eights(row, NULL, wide_inputs + begin, some, next, sums[which][0]);
+                add_eights(row, NULL, inputs + begin, some, next, sums[which][0]);
                 continue;
             }
             for (int64_t at = 0; at < some; at += LANES) {
@@ -347,22 +345,20 @@ INLINE void eights_of(const whole *w, const uint16_t *weights, const float *wide
         }
         for (int64_t input = 0; num > 1 && input < num; input++)
             for (int which = 0; which < PAIR; which++)
-                add_eights(NULL, wide[which], wide_inputs + input * columns + begin, some, NULL, sums[which][input]);
+                add_eights(NULL, wide[which], inputs + input * columns + begin, some, NULL, sums[which][input]);
     }
     for (int which = 0; which < PAIR; which++)
         for (int64_t input = 0; input < num; input++)
             results[which * MOST + input] = sum_of_eights(sums[which][input]);
 }
 
-/* Of at most MOST inputs; `room` is for them in float32. */
-static void eights(const whole *w, const float *bias, int64_t start, int64_t end, const uint16_t *inputs, int64_t num,
-                   uint16_t *outputs, float *room) {
-    for (int64_t at = 0; at < num * w->columns; at += LANES)
-        STORE(room + at, eight_at(inputs + at));
+/* Of at most MOST inputs. */
+static void eights(const whole *w, const float *bias, int64_t start, int64_t end, const float *inputs, int64_t num,
+                   uint16_t *outputs) {
     for (int64_t row = start; row < end; row += PAIR) {
         int64_t first = row + PAIR <= end ? row : end - PAIR;
         float results[PAIR * MOST];
-        eights_of(w, (const uint16_t *)w->weights + first * w->columns, room, num, results);
+        eights_of(w, (const uint16_t *)w->weights + first * w->columns, inputs, num, results);
         for (int which = 0; which < PAIR; which++) {
             for (int64_t input = 0; input < num; input++) {
                 float result = results[which * MOST + input];
@@ -413,20 +409,19 @@ static void some_fours(const whole *w, const float *bias, int64_t start, int64_t
 }
 
 void OF_LEVEL(multiply_whole)(const whole *w, const float *bias, int64_t start, int64_t end, const char *inputs,
-                              int64_t num, char *outputs, float *room) {
+                              int64_t num, char *outputs) {
     static const int64_t at_once[] = {[CHAINED] = AT_ONCE, [FOURS] = 3, [FOURS_LATE] = 1, [EIGHTS] = 8};
-    int64_t size = w->is_bfloat16 ? 2 : 4, most = at_once[w->order];
-    (void)room;
+    int64_t size = w->is_bfloat16 ? 2 : 4, most = at_once[w->order], input_size = w->order == EIGHTS ? 4 : size;
     while (num > 0) {
         int64_t some = num < most ? num : most;
         if (w->order == CHAINED)
             some_chained(w, bias, start, end, inputs, some, outputs);
 #if LEVEL == 3
         else if (w->order == EIGHTS)
-            eights(w, bias, start, end, (const uint16_t *)inputs, some, (uint16_t *)outputs, room);
+            eights(w, bias, start, end, (const float *)inputs, some, (uint16_t *)outputs);
 #endif
         else
             some_fours(w, bias, start, end, (const float *)inputs, some, (float *)outputs);
-        inputs += some * w->columns * size, outputs += some * w->rows * size, num -= some;
+        inputs += some * w->columns * input_size, outputs += some * w->rows * size, num -= some;
     }
 }

@@ -230,11 +230,11 @@ def _multiply(inputs: Tensor, whole: _Whole, bias: Tensor | None) -> Tensor:
     num_inputs = inputs.numel() // columns
     outputs = torch.empty((*inputs.shape[:-1], rows), dtype=inputs.dtype)
     wide_bias = None if bias is None else bias.detach().float().contiguous()
-    at_inputs, at_outputs = inputs.data_ptr(), outputs.data_ptr()
+    taken = inputs.float() if whole.order == Order.EIGHTS else inputs
+    at_inputs, at_outputs = taken.data_ptr(), outputs.data_ptr()
     at_bias = None if wide_bias is None else wide_bias.data_ptr()
 
     def part(start: int, end: int) -> None:
-        room = torch.empty(MOST_INPUTS * columns) if whole.order == Order.EIGHTS else outputs
         library().swarmllm_multiply_whole(
             kernels.level(),
             ctypes.addressof(whole),
@@ -244,7 +244,6 @@ def _multiply(inputs: Tensor, whole: _Whole, bias: Tensor | None) -> Tensor:
             at_inputs,
             num_inputs,
             at_outputs,
-            room.data_ptr(),
         )
 
     in_parts(part, rows, rows * columns * inputs.itemsize * num_inputs // WORTH_A_THREAD, LEAST_ROWS)
@@ -314,7 +313,7 @@ def _candidates(product: _Product) -> list[_How]:
         order
         for order in Order
         if columns % {Order.CHAINED: 2 if is_bfloat16 else 1, Order.EIGHTS: 64}.get(order, 1) == 0
-        and library().swarmllm_knows_order(kernels.level(), is_bfloat16, order)
+        and library().swarmllm_has_order(kernels.level(), is_bfloat16, order)
     }
     blocks = {min(block, -(-columns // 2) * 2) for block in BLOCKS}  # those that are longer than a row are the same
     return [

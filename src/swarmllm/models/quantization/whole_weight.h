@@ -3,13 +3,16 @@
 #define WHOLE_WEIGHT_H
 #include <stdint.h>
 
+/* Orders of additions, as whole.h describes them. */
+enum { CHAINED, FOURS, FOURS_LATE, EIGHTS };
+
 typedef struct {
     const char *weights; /* [rows, columns] */
     int64_t rows, columns, is_bfloat16, order, block;
 } whole;
 
-/* Rows [start, end), at least 16, of the outputs `[num, rows]` of inputs `[num, columns]`, of the weights' type. `bias`
- * [rows] may be NULL. `room`: for the order EIGHTS, as many inputs as are multiplied at once, in float32. */
+/* Rows [start, end), at least 16, of the outputs `[num, rows]` of inputs `[num, columns]`, of the weights' type; for
+ * EIGHTS, inputs are in float32. `bias` [rows] may be NULL. */
 void swarmllm_multiply_whole(int64_t level, const whole *w, const float *bias, int64_t start, int64_t end,
-                             const char *inputs, int64_t num, char *outputs, float *room);
+                             const char *inputs, int64_t num, char *outputs);
 #endif

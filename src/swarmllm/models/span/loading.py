@@ -144,9 +144,10 @@ def _into_huge_pages(model: PreTrainedModel) -> None:
     torch's sums may depend on where in a line of the caches a weight begins, and must be those of the local model.
     """
     for module in find_blocks(model).blocks.modules():
-        if isinstance(module, QuantizedWeight) and not isinstance(module.packed, Whole):
+        if isinstance(module, QuantizedWeight):
+            is_whole = isinstance(module.packed, Whole)
             for name, tensor in module.named_buffers(recurse=False):
-                module._buffers[name] = into_huge_pages(tensor)
+                module._buffers[name] = into_huge_pages(tensor, same_place=is_whole)
         elif isinstance(module, nn.Linear) and isinstance(module.weight, nn.Parameter):
             module.weight.data = into_huge_pages(module.weight.data, same_place=True)
 

@@ -27,7 +27,6 @@ from torch import Tensor
 from swarmllm.data_structures import Span
 from swarmllm.errors import CacheFullError, LocalProtocolError
 from swarmllm.models.boundary.block_inputs import BlockInputs, all_on_device, arithmetic
-from swarmllm.models.quantization import kernels
 from swarmllm.models.quantization.line import Rows as StepRows
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.decode_graphs import SIZES, DecodeGraphs, DecodeStep, StaticInputs
@@ -351,7 +350,7 @@ class Packer:
         """The way in use."""
         self.traces = Packing.TRACED in self.ways
         """True if calls of few new positions run traced, whatever the way is."""
-        self.most_traced = kernels.AT_A_TIME
+        self.most_traced = 0
         """So many sessions with one new position each run traced, even where torch multiplies so many faster."""
         self.moves_inputs = blocks.device.type != "cpu"
         """True if inputs may be in other memory than the blocks."""
@@ -489,7 +488,7 @@ class Packer:
         if len(found) < len(calls) and self.forward.traced.is_exact:
             return []
         num_rows = sum(calls[idx].inputs.batch_size * calls[idx].inputs.seq_len for idx in found)
-        if num_rows <= max(kernels.AT_A_TIME, self.forward.traced.most_rows):
+        if num_rows <= self.forward.traced.most_rows:
             return found
         return found if num_rows == len(found) <= self.most_traced else []
 

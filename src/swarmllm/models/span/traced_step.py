@@ -21,6 +21,7 @@ from swarmllm.data_structures import Span
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.quantization import QuantizedWeight, kernels
 from swarmllm.models.quantization.line import Line, why_no_steps
+from swarmllm.models.quantization.loading import Whole
 from swarmllm.models.quantization.packed import InStrips
 from swarmllm.models.quantization.step import DTYPES, Recorded, needed, simplified
 from swarmllm.models.span.block_span import BlockSpan
@@ -77,14 +78,15 @@ class TracedSteps:
         """Rows up to which products are faster by our kernels, as lines have them, than by torch with decoded weights.
 
         Rounded inputs are always multiplied by our kernels. At most `MOST_ROWS`. For weights that aren't quantized,
-        more sessions are measured (`device/throughput`).
+        more sessions are measured (`device/throughput`), and our kernels may not know the order of torch's additions.
         """
-        if self.is_exact:
-            return kernels.AT_A_TIME
         blocks = self._paged.blocks
         weights = [one.packed for one in blocks.slots.modules() if isinstance(one, QuantizedWeight)]
+        if self.is_exact:
+            return min([kernels.AT_A_TIME, *(one.most_inputs() for one in weights if isinstance(one, Whole))])
         forms = {isinstance(one, InStrips) for one in weights if not one.rounds_inputs}
-        return min([MOST_ROWS, *(kernels.most_inputs(blocks.dtype, in_strips=one) for one in forms)])
+        faster = min([MOST_ROWS, *(kernels.most_inputs(blocks.dtype, in_strips=one) for one in forms)])
+        return max(kernels.AT_A_TIME, faster)
 
     def line(self, span: Span, dtype: torch.dtype) -> Line:
         """A line that can run the blocks of `span`, for hidden states of this dtype.
@@ -113,7 +115,8 @@ def why_not_traced(blocks: BlockSpan) -> str:
 
 def is_exact(blocks: BlockSpan) -> bool:
     """True if these blocks compute exactly what the local model computes."""
-    return not any(isinstance(weight, QuantizedWeight) for weight in blocks.slots.modules())
+    weights = [module.packed for module in blocks.slots.modules() if isinstance(module, QuantizedWeight)]
+    return all(isinstance(weight, Whole) for weight in weights)
 
 
 @torch.inference_mode(False)
