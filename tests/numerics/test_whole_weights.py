@@ -116,8 +116,9 @@ def test_steps_are_lines(model_type: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert held(blocks)
     forward = PackedForward(blocks)
     assert forward.traced.is_exact
-    assert forward.traced.most_rows == NATIVE_TOKENS  # the order isn't looked for in so small weights
-    for num_rows in (1, NATIVE_TOKENS):
+    most = forward.traced.most_rows
+    assert most >= NATIVE_TOKENS
+    for num_rows in sorted({1, NATIVE_TOKENS, most}):
         caches = [blocks.new_cache() for _ in range(2)]
         generator = torch.Generator().manual_seed(0)
         for seq_len in (4, 1, 1, 1):
@@ -129,3 +130,14 @@ def test_steps_are_lines(model_type: str, tmp_path: Path, monkeypatch: pytest.Mo
                 continue
             (got,) = forward.run_packed([SessionCall(inputs, blocks.span, caches[1])], Packing.TRACED)
             assert torch.equal(got, expected)
+
+
+def test_transposed_weights_and_unknown_orders_are_recorded_for_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's own code multiplies more of them in float32, recorded steps in bfloat16."""
+    known = {4, 5, 6, 7, 8}
+    monkeypatch.setattr(loading.whole, "of_inputs", lambda _, num_inputs, has_bias: num_inputs in known or None)
+    weight = torch.randn(64, 64).bfloat16()
+    assert Whole(weight, torch.bfloat16).most_inputs() == 8
+    assert Whole(weight.mT, torch.bfloat16).most_inputs() == NATIVE_TOKENS
+    known.remove(5)
+    assert Whole(weight, torch.bfloat16).most_inputs() == NATIVE_TOKENS

@@ -247,7 +247,9 @@ class Whole(Packed):
 
     def most_inputs(self) -> int:
         """The number of inputs up to which recorded steps multiply as fast as `multiply`, in the same way."""
-        is_known = self.codes.ndim == 2 and whole.of_inputs(self.codes, RECORDED_TOKENS, has_bias=False) is not None
+        several, codes = range(NATIVE_TOKENS + 1, RECORDED_TOKENS + 1), self.codes
+        is_usual = codes.ndim == 2 and codes.is_contiguous()  # others are torch's in recorded steps
+        is_known = is_usual and all(whole.of_inputs(codes, num, has_bias=False) is not None for num in several)
         return RECORDED_TOKENS if is_known else NATIVE_TOKENS
 
 

@@ -62,6 +62,8 @@ class TracedSteps:
     def __init__(self, paged: PagedAttention) -> None:
         self._paged = paged
         self._lines: dict[tuple[Span, torch.dtype], Line] = {}
+        self._most_rows: dict[int, int] = {}
+        """By torch's number of threads, on which its order of additions may depend."""
 
     @cached_property
     def is_exact(self) -> bool:
@@ -73,13 +75,19 @@ class TracedSteps:
         multiplies several at once, which gives them other bits."""
         return seq_len == 1 or not self.is_exact
 
-    @cached_property
+    @property
     def most_rows(self) -> int:
         """Rows up to which products are faster by our kernels, as lines have them, than by torch with decoded weights.
 
         Rounded inputs are always multiplied by our kernels. At most `MOST_ROWS`. For weights that aren't quantized,
         more sessions are measured (`device/throughput`), and our kernels may not know the order of torch's additions.
         """
+        num_threads = torch.get_num_threads()
+        if num_threads not in self._most_rows:
+            self._most_rows[num_threads] = self._find_most_rows()
+        return self._most_rows[num_threads]
+
+    def _find_most_rows(self) -> int:
         blocks = self._paged.blocks
         weights = [one.packed for one in blocks.slots.modules() if isinstance(one, QuantizedWeight)]
         if self.is_exact:
