@@ -320,8 +320,7 @@ INLINE float sum_of_eights(vec sums[SUMS]) {
     return _mm256_cvtss_f32(ADD(sum, SHUFFLED_IN_FOURS(sum, 0xb1)));
 }
 
-/* `num` inputs by PAIR rows. Rows are turned into float32 piece by piece, for all
- * inputs, if there are several. */
+/* `num` inputs by PAIR rows. Rows are turned into float32 piece by piece, for all inputs, if there are several. */
 INLINE void eights_of(const whole *w, const uint16_t *weights, const float *inputs, int64_t num, float *results) {
     int64_t columns = w->columns;
     vec sums[PAIR][MOST][SUMS];

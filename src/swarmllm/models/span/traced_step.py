@@ -122,7 +122,7 @@ def why_not_traced(blocks: BlockSpan) -> str:
 
 
 def is_exact(blocks: BlockSpan) -> bool:
-    """True if these blocks compute exactly what the local model computes."""
+    """True if no weight is in few bits: recorded steps must have the very bits of the model's own code then."""
     weights = [module.packed for module in blocks.slots.modules() if isinstance(module, QuantizedWeight)]
     return all(isinstance(weight, Whole) for weight in weights)
 
