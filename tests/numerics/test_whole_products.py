@@ -299,6 +299,32 @@ def fours(products: Numbers, head: int) -> Numbers:
     return total
 
 
+def pairs_of(products: Numbers, block: int) -> Numbers:
+    """As `chained`, but with two sums in turn in each block."""
+    total = np.zeros(len(products), np.float32)
+    for begin in range(0, products.shape[1], block):
+        end = min(begin + block, products.shape[1])
+        total = rounded(total + in_turn(products, begin, end, 2))
+    return total
+
+
+def in_lanes(products: Numbers, lanes: int) -> Numbers:
+    sums = [in_turn(products[:, lane::lanes], 0, len(products[0, lane::lanes]), 1) for lane in range(lanes)]
+    if lanes == 8:
+        one, other, third, last = (rounded(sums[2 * pair] + sums[2 * pair + 1]) for pair in range(4))
+        return rounded(rounded(one + third) + rounded(other + last))
+    left = sums[:4]
+    for quarter in range(4, 16, 4):
+        left = [rounded(one + other) for one, other in zip(left, sums[quarter : quarter + 4], strict=True)]
+    return rounded(rounded(left[0] + left[1]) + rounded(left[2] + left[3]))
+
+
+def in_lanes_late(products: Numbers, lanes: int) -> Numbers:
+    end = 1 + (products.shape[1] - 1) // lanes * lanes
+    total = in_turn(products, 1, end, lanes, rounded(products[:, 0]))
+    return in_turn(products, end, products.shape[1], lanes, total) if end < products.shape[1] else total
+
+
 def eights(products: Numbers) -> Numbers:
     sums = [
         [in_turn(products[:, 8 * which + lane :: 64], 0, products.shape[1] // 64, 1) for lane in range(8)]
@@ -320,13 +346,21 @@ CASES: list[tuple[_How, torch.dtype, Callable[[Numbers], Numbers]]] = [
     (_How(Order.FOURS), torch.float32, lambda products: fours(rounded(products), 0)),
     (_How(Order.FOURS_LATE), torch.float32, lambda products: fours(rounded(products), 4)),
     (_How(Order.EIGHTS), torch.bfloat16, eights),
+    *(
+        (_How(Order.TWOS, block), torch.float32, functools.partial(pairs_of, block=block))
+        for block in (192, 256, 1 << 30)
+    ),
+    (_How(Order.IN_LANES), torch.float32, lambda products: in_lanes(products, 16 if kernels.level() == 4 else 8)),
+    (_How(Order.IN_LANES_LATE), torch.float32, lambda products: in_lanes_late(products, 16)),
 ]
+FUSED = (Order.CHAINED, Order.TWOS, Order.IN_LANES, Order.IN_LANES_LATE)
+"""Orders that round a product and a sum at once."""
 
 
 @needs_kernels
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0].order.name.lower()}-{case[0].block}-{case[1]}"[:-2])
-@pytest.mark.parametrize(("rows", "columns"), [(16, 64), (35, 704), (64, 1280)])
+@pytest.mark.parametrize(("rows", "columns"), [(16, 64), (35, 704), (64, 1280), (27, 334)])
 def test_each_order(
     case: tuple[_How, torch.dtype, Callable[[Numbers], Numbers]],
     rows: int,
@@ -339,9 +373,11 @@ def test_each_order(
         pytest.skip("not at this level")
     monkeypatch.setattr(kernels, "level", lambda: level)
     weight = whole._at(whole.hard_weight(rows, columns).to(dtype), 0)
-    if how.order == Order.CHAINED and dtype == torch.float32:
+    if columns % (64 if how.order == Order.EIGHTS else 2):
+        pytest.skip("such columns have no such order")
+    if how.order in FUSED and dtype == torch.float32:
         weight = weight.bfloat16().float()  # so that products are exact
-    for num_inputs in (1, 2, 3, 5, 8):
+    for num_inputs in (1, 2, 3, 5, 8, 13):
         inputs = whole.hard_inputs(num_inputs, columns).bfloat16().to(dtype)
         for bias in (None, torch.linspace(-1, 1, rows).to(dtype)):
             got = _multiply(inputs, _Whole.of(weight, how), bias)
@@ -353,7 +389,7 @@ def expected(
     reference: Callable[[Numbers], Numbers], weight: Tensor, inputs: Tensor, bias: Tensor | None, how: _How
 ) -> Tensor:
     products = weight.double().numpy() * inputs.double().numpy()
-    if bias is not None and how.order == Order.CHAINED and weight.dtype == torch.float32:
+    if bias is not None and how.order in (Order.CHAINED, Order.TWOS) and weight.dtype == torch.float32:
         # MKL begins with the bias: the first block is added to it.
         first, rest = products[:, : how.block], products[:, how.block :]
         total = torch.from_numpy(reference(first)) + bias

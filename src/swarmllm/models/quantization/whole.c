@@ -5,14 +5,14 @@
 void swarmllm_multiply_whole_3(const whole *, const float *, int64_t, int64_t, const char *, int64_t, char *);
 void swarmllm_multiply_whole_4(const whole *, const float *, int64_t, int64_t, const char *, int64_t, char *);
 
-/* True if this processor can multiply at this LEVEL in the order CHAINED, FOURS, FOURS_LATE or EIGHTS (0 to 3). */
+/* True if this processor can multiply at this LEVEL in that order. */
 int64_t swarmllm_has_order(int64_t level, int64_t is_bfloat16, int64_t order) {
     __builtin_cpu_init();
     if (level < 3)
         return 0;
     if (!is_bfloat16)
-        return order < 3;
-    return level == 3 ? order == 3 : order == 0 && __builtin_cpu_supports("avx512bf16");
+        return order != EIGHTS && order != (level == 3 ? IN_LANES_LATE : TWOS);
+    return level == 3 ? order == EIGHTS : order == CHAINED && __builtin_cpu_supports("avx512bf16");
 }
 
 void swarmllm_multiply_whole(int64_t level, const whole *w, const float *bias, int64_t start, int64_t end,

@@ -9,6 +9,11 @@
  *   FOURS       four sums, each of every fourth column: MKL for two or three inputs, whose processor isn't Intel's
  *   FOURS_LATE  the same, after one to four columns up to an address that is a multiple of 16: MKL for one input
  *   EIGHTS      eight times eight sums: torch's own product in bfloat16 on AVX2
+ *   TWOS        like CHAINED, but in each block of 256 columns two sums in turn: MKL for two or three inputs, whose processor
+ *               is Intel's, without AVX-512
+ *   IN_LANES    a sum in each lane of a vector, see whole_lanes.h: MKL on Intel's processors for one input without AVX-512,
+ *               or for 2 to 15 with it
+ *   IN_LANES_LATE  the same after one column: MKL for one input on Intel's processors with AVX-512
  */
 #include "compiler.h"
 #include "whole_weight.h"
@@ -135,13 +140,13 @@ INLINE void ask(const char *next, int64_t bytes) {
 /* ------------------------------------------------------------------ CHAINED */
 
 /* Of LANES rows from `w` on. A word is a column in float32, or a pair of columns in bfloat16. */
-INLINE void chain(const char *w, int64_t words, int64_t block, const int32_t *inputs, int num, int is_bfloat16,
+INLINE void chain(const char *w, int64_t words, int64_t block, const int32_t *inputs, int num, int is_bfloat16, int twos,
                   vec *total) {
     for (int64_t begin = 0; begin < words; begin += block) {
         int64_t end = begin + block < words ? begin + block : words;
-        vec sums[AT_ONCE], part[LANES];
+        vec sums[AT_ONCE], others[AT_ONCE], part[LANES];
         for (int input = 0; input < num; input++)
-            sums[input] = ZERO();
+            sums[input] = others[input] = ZERO();
         for (int64_t word = begin; word < end; word += LANES) {
             int num_words = LANES;
             if (word + LANES <= end) {
@@ -162,25 +167,27 @@ INLINE void chain(const char *w, int64_t words, int64_t block, const int32_t *in
                     if (is_bfloat16) {
                         sums[input] = plus_pair(sums[input], part[step], *one);
                     } else {
-                        sums[input] = FMA(part[step], ALL(*(const float *)one), sums[input]);
+                        vec *sum = (twos && step % 2 ? others : sums) + input;
+                        *sum = FMA(part[step], ALL(*(const float *)one), *sum);
                     }
                 }
             }
         }
         for (int input = 0; input < num; input++)
-            total[input] = ADD(total[input], sums[input]);
+            total[input] = ADD(total[input], twos ? ADD(sums[input], others[input]) : sums[input]);
     }
 }
 
 INLINE void chained(const whole *w, const float *bias, int64_t start, int64_t end, const char *inputs, int num,
-                    char *outputs, int is_bfloat16) {
+                    char *outputs, int is_bfloat16, int twos) {
     int64_t size = is_bfloat16 ? 2 : 4, words = w->columns * size / 4, block = w->block * size / 4;
     for (int64_t row = start; row < end; row += LANES) {
         int64_t first = row + LANES <= end ? row : end - LANES; /* some rows twice, with the same result */
         vec total[AT_ONCE], added = bias ? LOAD(bias + first) : ZERO();
         for (int input = 0; input < num; input++)
             total[input] = is_bfloat16 ? ZERO() : added; /* MKL begins with it, oneDNN adds it last */
-        chain(w->weights + first * words * 4, words, block, (const int32_t *)inputs, num, is_bfloat16, total);
+        chain(w->weights + first * words * 4, words, block, (const int32_t *)inputs, num, is_bfloat16, twos,
+              total);
         for (int input = 0; input < num; input++) {
             char *to = outputs + (input * w->rows + first) * size;
             if (is_bfloat16)
@@ -368,15 +375,17 @@ static void eights(const whole *w, const float *bias, int64_t start, int64_t end
 }
 #endif
 
+#include "whole_lanes.h"
+
 /* ------------------------------------------------------------------ for whole.c */
 
 /* `num` is a constant in each version, so that sums are in registers. */
-#define CHAINED_OF(count)                                                     \
-    case count:                                                               \
-        if (LEVEL == 4 && w->is_bfloat16)                                     \
-            chained(w, bias, start, end, inputs, count, outputs, 1);                \
-        else                                                                  \
-            chained(w, bias, start, end, inputs, count, outputs, 0);                \
+#define CHAINED_OF(count)                                               \
+    case count:                                                         \
+        if (LEVEL == 4 && w->is_bfloat16)                               \
+            chained(w, bias, start, end, inputs, count, outputs, 1, 0); \
+        else                                                            \
+            chained(w, bias, start, end, inputs, count, outputs, 0, 0); \
         break;
 
 static void some_chained(const whole *w, const float *bias, int64_t start, int64_t end, const char *inputs, int64_t num,
@@ -407,9 +416,31 @@ static void some_fours(const whole *w, const float *bias, int64_t start, int64_t
         fours(w, bias, start, end, inputs, 3, outputs, 0);
 }
 
+#if LEVEL == 3
+static void some_twos(const whole *w, const float *bias, int64_t start, int64_t end, const char *inputs, int64_t num,
+                      char *outputs) {
+    if (num == 1)
+        chained(w, bias, start, end, inputs, 1, outputs, 0, 1);
+    else if (num == 2)
+        chained(w, bias, start, end, inputs, 2, outputs, 0, 1);
+    else
+        chained(w, bias, start, end, inputs, 3, outputs, 0, 1);
+}
+#else
+static void late_lanes(const whole *w, const float *bias, int64_t start, int64_t end, const float *inputs, float *outputs) {
+    in_lanes(w, bias, start, end, inputs, 1, outputs, 1);
+}
+#endif
+
+static void some_lanes(const whole *w, const float *bias, int64_t start, int64_t end, const float *inputs, int64_t num,
+                       float *outputs) {
+    in_lanes(w, bias, start, end, inputs, num, outputs, 0);
+}
+
 void OF_LEVEL(multiply_whole)(const whole *w, const float *bias, int64_t start, int64_t end, const char *inputs,
                               int64_t num, char *outputs) {
-    static const int64_t at_once[] = {[CHAINED] = AT_ONCE, [FOURS] = 3, [FOURS_LATE] = 1, [EIGHTS] = 8};
+    static const int64_t at_once[] = {[CHAINED] = AT_ONCE, [FOURS] = 3, [FOURS_LATE] = 1, [EIGHTS] = 8,
+                                      [TWOS] = 3,          [IN_LANES] = MOST_INPUTS, [IN_LANES_LATE] = 1};
     int64_t size = w->is_bfloat16 ? 2 : 4, most = at_once[w->order], input_size = w->order == EIGHTS ? 4 : size;
     while (num > 0) {
         int64_t some = num < most ? num : most;
@@ -418,7 +449,14 @@ void OF_LEVEL(multiply_whole)(const whole *w, const float *bias, int64_t start, 
 #if LEVEL == 3
         else if (w->order == EIGHTS)
             eights(w, bias, start, end, (const float *)inputs, some, (uint16_t *)outputs);
+        else if (w->order == TWOS)
+            some_twos(w, bias, start, end, inputs, some, outputs);
+#else
+        else if (w->order == IN_LANES_LATE)
+            late_lanes(w, bias, start, end, (const float *)inputs, (float *)outputs);
 #endif
+        else if (w->order == IN_LANES)
+            some_lanes(w, bias, start, end, (const float *)inputs, some, (float *)outputs);
         else
             some_fours(w, bias, start, end, (const float *)inputs, some, (float *)outputs);
         inputs += some * w->columns * input_size, outputs += some * w->rows * size, num -= some;

@@ -8,7 +8,7 @@ another sum. If none is right, or ours isn't faster, torch multiplies.
 
 Measured (one thread, 5632×2048 in memory, GB/s of 1, 4 and 8 inputs): bfloat16 24, 22 and 16, torch 12, 13 and 10;
 float32 24, 22 and 17, torch 19, 8 and 7. With AVX2 (Zen 4): bfloat16 22, 9 and 5, torch 22, 4.5 and 2.5; float32 24,
-26 and 13, torch 19, 7.5 and 6.5.
+26 and 13, torch 19, 7.5 and 6.5. On an Intel processor whose memory gives 17: float32 15, 13 and 11, torch 15, 7 and 5.
 """
 
 import ctypes
@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from swarmllm.machine_memory import into_huge_pages
 from swarmllm.models.quantization import kernels
 from swarmllm.models.quantization.kernels import COLD_ROWS, REPEATS, WORTH_A_THREAD, in_parts, library
 
@@ -46,13 +47,18 @@ MOST_INPUTS_OF_LARGEST = 4
 """Of weights that are tried themselves, because each trial reads all of them. They are heads of large vocabularies."""
 MEASURED = (1, 2, 3, 8, MOST_INPUTS)
 """Numbers of inputs; others are as fast as the next one."""
+FEW_INPUTS, NOT_MUCH_LONGER = 3, 1.3
+"""So few inputs are ours even if they take not much longer in the trial, whose weight a large cache may hold: both read
+memory at its speed, and recorded steps save a call from Python with ours. Measured for one input in float32 on an Intel
+processor: 1.08 in the trial, steps 0.82."""
 SPINNING_S = 0.02
 """Assumed: torch's threads use their cores so long while they wait for work. Measured: ours took twice the time."""
 SETTINGS = (torch._C._get_mkldnn_enabled, torch._C._get_float32_matmul_precision)
 """Those of torch that choose among its libraries, or how exact they are."""
 MOST_KNOWN = 100_000
-BLOCKS = (192, 384, 512, 1024, 1 << 30)
-"""Columns whose sum is added to those of others. MKL has blocks of 192, oneDNN of 512 for one input and of 1024."""
+BLOCKS = (192, 256, 384, 512, 1024, 1 << 30)
+"""Columns whose sum is added to those of others. MKL has blocks of 192, 256 or 384, oneDNN of 512 for one input and of
+1024."""
 _DTYPES = (torch.float32, torch.bfloat16)
 _PLAIN = (Tensor, nn.Parameter)
 DIFFERENT_ROWS = 64
@@ -66,12 +72,15 @@ class Order(IntEnum):
     FOURS = 1
     FOURS_LATE = 2
     EIGHTS = 3
+    TWOS = 4
+    IN_LANES = 5
+    IN_LANES_LATE = 6
 
 
 class _How(NamedTuple):
     order: Order
     block: int = 0
-    """Columns whose sum is added to those of others; for `CHAINED`."""
+    """Columns whose sum is added to those of others; for `CHAINED` and `TWOS`."""
 
 
 class _Whole(ctypes.Structure):
@@ -309,15 +318,17 @@ def _candidates(product: _Product) -> list[_How]:
     (rows, columns), is_bfloat16 = product.shape, product.dtype == torch.bfloat16
     if rows < LEAST_ROWS or columns < LEAST_COLUMNS or product.dtype not in _DTYPES:
         return []
+    multiples = {Order.CHAINED: 2 if is_bfloat16 else 1, Order.TWOS: 2, Order.EIGHTS: 64}
     orders = {
         order
         for order in Order
-        if columns % {Order.CHAINED: 2 if is_bfloat16 else 1, Order.EIGHTS: 64}.get(order, 1) == 0
-        and library().swarmllm_has_order(kernels.level(), is_bfloat16, order)
+        if columns % multiples.get(order, 1) == 0 and library().swarmllm_has_order(kernels.level(), is_bfloat16, order)
     }
     blocks = {min(block, -(-columns // 2) * 2) for block in BLOCKS}  # those that are longer than a row are the same
     return [
-        _How(order, block) for order in sorted(orders) for block in (sorted(blocks) if order == Order.CHAINED else [0])
+        _How(order, block)
+        for order in sorted(orders)
+        for block in (sorted(blocks) if order in (Order.CHAINED, Order.TWOS) else [0])
     ]
 
 
@@ -370,13 +381,15 @@ def _empty_at(shape: torch.Size, dtype: torch.dtype, place: int) -> Tensor:
 
 @functools.cache
 def _is_faster(dtype: torch.dtype, num_inputs: int, how: _How, num_threads: int) -> bool:
-    """True if ours is faster than torch's with weights that no cache holds, with torch's present number of threads."""
-    weight = torch.ones(COLD_ROWS // dtype.itemsize, 2048, dtype=dtype)
+    """True if ours is faster than torch's with weights that hardly a cache holds, with torch's present number of
+    threads; or nearly as fast for few inputs."""
+    weight = into_huge_pages(torch.ones(COLD_ROWS // dtype.itemsize, 2048, dtype=dtype))  # as blocks have them
     inputs, whole = torch.ones(num_inputs, 2048, dtype=dtype), _Whole.of(weight, how)
     if num_threads > 1:
         time.sleep(SPINNING_S)
     ours_s = _least_s(lambda: _multiply(inputs, whole, None))
-    return ours_s < _least_s(lambda: F.linear(inputs, weight))
+    torch_s = _least_s(lambda: F.linear(inputs, weight))
+    return ours_s < torch_s * (NOT_MUCH_LONGER if num_inputs <= FEW_INPUTS else 1)
 
 
 def _least_s(do: Callable[[], object]) -> float:

@@ -4,7 +4,7 @@
 #include <stdint.h>
 
 /* Orders of additions, as whole.h describes them. */
-enum { CHAINED, FOURS, FOURS_LATE, EIGHTS };
+enum { CHAINED, FOURS, FOURS_LATE, EIGHTS, TWOS, IN_LANES, IN_LANES_LATE };
 
 typedef struct {
     const char *weights; /* [rows, columns] */
