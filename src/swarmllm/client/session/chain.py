@@ -317,6 +317,8 @@ class Chain:
             if step.inputs.hidden_states.nbytes >= COPIED_IN_THREAD_BYTES:
                 copying = asyncio.to_thread(owned, step.inputs)
                 step.copying = self.view.loop.spawn(copying, name="copy the inputs of a step")
+            else:
+                step.inputs = owned(step.inputs)
 
     async def _take_in(self, step: PendingStep) -> Tensor:
         """Wait for the result of the next step, and note that all blocks have seen its positions.
@@ -331,7 +333,7 @@ class Chain:
             self._hops.lose(answer.peer_id)
             raise
         self.timings = answer.header.timings
-        inputs = owned(step.inputs) if step.copying is None else await step.copying
+        inputs = step.inputs if step.copying is None else await step.copying
         self.text.append(step.position, inputs, self._pieces(answer, step.inputs.seq_len))
         self.text.selection = None
         self._hops.step_went_well()

@@ -79,14 +79,14 @@ def are_finite(values: Tensor) -> bool:
     if values.numel() == 0:
         return True
     low, high = torch.aminmax(values.detach())
-    return bool(low.isfinite() & high.isfinite())
+    return math.isfinite(low.item()) and math.isfinite(high.item())
 
 
 def _bounded(values: Tensor, max_abs: float) -> bool:
     if values.numel() == 0:
         return True
     low, high = torch.aminmax(values.detach())  # NaN comes out of it as NaN, which compares as False
-    return bool(low >= -max_abs) and bool(high <= max_abs)
+    return low.item() >= -max_abs and high.item() <= max_abs
 
 
 def _shown(values: Tensor, attention_mask: Tensor, batch_axis: int) -> Tensor:

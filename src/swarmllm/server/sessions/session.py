@@ -274,15 +274,17 @@ class Session:
         """Pass the outputs of a step on, and show its client the inner states that it wants to see."""
         runner, outputs, outlet = self.runner, timed.value, self.outlet
         outgoing = await outlet.compressed(header, outputs)
-        if runner.keeps_outputs:  # as the next server receives them
-            runner.log.append(header.position, outputs.with_tensors(as_received(outgoing)))
         timings = (*header.timings, (runner.span.start, timed.queue_us, timed.compute_us))
         noted = header.model_copy(update={"timings": timings, "pieces": _with_pieces(header.pieces, runner)})
-        await self._pass_on(noted, outlet, outgoing)
+        try:
+            await self._pass_on(noted, outlet, outgoing)
+        finally:  # only now, while the next server works
+            if runner.keeps_outputs:  # as the next server receives them
+                runner.log.append(header.position, outputs.with_tensors(as_received(outgoing)))
         self.passed_on = header.position + header.seq_len
         if outputs.inner is not None:
             await self.outlet.show(header, outputs.inner, runner.span)
-        await runner.share(outputs)  # only now, while the next server works
+        await runner.share(outputs)
 
     async def _pass_on(self, header: StepHeader, outlet: Outlet, outgoing: Outgoing) -> None:
         if header.replay_hops == 1:  # the servers after this one still have their caches

@@ -154,7 +154,9 @@ class StepRunner:
         if header.position > 0 and header.batch_size != num_rows:
             raise RemoteProtocolError(f"the session has {num_rows} rows, the step {header.batch_size}")
         inner, num_inner_bytes = wanted_inner(header, self.span, self.packer.blocks, self.size.position_bytes)
-        inputs, self._inner_bytes = replace(inputs, inner=inner), INNER_FACTOR * num_inner_bytes
+        self._inner_bytes = INNER_FACTOR * num_inner_bytes
+        if inner is not None or self._adapter is not None:
+            inputs = replace(inputs, inner=inner, adapter=self._adapter)
         prefix = self._prefix
         if prefix is not None and (not prefix.fits(header.position, inputs, self.cache) or inner is not None):
             prefix = None  # pages have no inner states
@@ -235,7 +237,7 @@ class StepRunner:
             raise SessionLengthExceededError(
                 f"the session has room for {self.size.max_length} tokens, this step would reach {end}"
             )
-        inputs = replace(step.inputs, adapter=self._adapter)
+        inputs = step.inputs
         if step.pushed_by is not None:  # only the next server sees the outputs of a server in the middle
             axis = self.packer.blocks.traits.batch_axis
             if not plausible(inputs.hidden_states, axis, inputs.attention_mask):
