@@ -145,6 +145,7 @@ async def test_the_time_of_the_device_is_measured(thread: DeviceThread, device: 
     """By the meter, by the answer, and by the account: fairness and training's share are of seconds of the device."""
     timed = await thread.run_step(Step(Blocks(device, COMPUTE_S), "a"))
     assert timed.compute_us >= COMPUTE_S * 1e6
+    await thread.run_call(int, Priority.DECODE)  # a forward is counted before the next one
     assert thread.step_ms_p95 >= COMPUTE_S * 1e3
 
 

@@ -17,7 +17,7 @@ from swarmllm.errors import BlocksNotServedError, LocalProtocolError, ServerOutO
 from swarmllm.models.span.packing import SessionCall
 from swarmllm.server.device import device, device_thread
 from swarmllm.server.device.device import block_errors_translated, memory_errors_translated
-from swarmllm.server.device.device_thread import DeviceThread, SessionStep
+from swarmllm.server.device.device_thread import COUNTED_AFTER_S, DeviceThread, SessionStep
 from swarmllm.server.device.scheduler import Account, Priority
 
 
@@ -220,6 +220,7 @@ async def test_steps_that_wait_go_together_and_each_fails_alone(thread: DeviceTh
     assert [timed.value[0, 0, 0] for timed in (a, d, e, f)] == [2, 3, 4, 5]
     assert isinstance(b, ArithmeticError)
     assert isinstance(c, SessionLostError)
+    await thread.run_call(int, Priority.DECODE)  # a forward is counted before the next one
     load = thread.load
     assert (load.num_steps, load.num_tokens, load.num_forwards) == (6, 6, 2)
     assert 1 < load.batch_size < 5
@@ -422,3 +423,15 @@ async def test_lack_of_memory_when_outputs_are_joined(thread: DeviceThread, monk
     monkeypatch.setattr(device_thread, "joined", fails)
     with pytest.raises(ServerOutOfMemoryError):
         await thread.run_step(Step(Blocks(), "a", 1))
+
+
+async def test_a_forward_is_counted_soon_although_nothing_comes(thread: DeviceThread) -> None:
+    await thread.run_step(Step(Blocks(), "a", 1))
+    async with asyncio.timeout(5):
+        while not thread.load.num_forwards:
+            await asyncio.sleep(COUNTED_AFTER_S)
+    assert (thread.load.num_steps, thread.load.num_tokens, thread.load.num_failures) == (1, 1, 0)
+    with pytest.raises(ArithmeticError):
+        await thread.run_step(Step(Blocks(), "b", -1))
+    await thread.run_call(int, Priority.DECODE)
+    assert thread.load.num_failures == 1
