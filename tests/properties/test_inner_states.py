@@ -1,5 +1,7 @@
 """Hidden states between blocks, cut into pieces, joined, packed and taken: nothing is lost, whatever their shape."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -8,7 +10,7 @@ from torch import Tensor
 
 from swarmllm.data_structures import Span
 from swarmllm.errors import CorruptActivationsError
-from swarmllm.models.boundary.inner_states import Described, InnerStates, are_finite
+from swarmllm.models.boundary.inner_states import MAX_ABS, Described, InnerStates, are_finite, plausible
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LENGTH = 6
@@ -116,3 +118,10 @@ def test_sizes_are_counted() -> None:
 def test_finite_values(values: list[float], dtype: torch.dtype) -> None:
     tensor = torch.tensor(values).to(dtype)
     assert are_finite(tensor) is bool(tensor.isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 4 * MAX_ABS, -6e4, 0.0])
+def test_what_can_be_hidden_states(dtype: torch.dtype, value: float) -> None:
+    """MAX_ABS is infinite in float16: infinite values passed there."""
+    assert plausible(torch.tensor([[[1.0, value, -1.0]]]).to(dtype), 0) is (abs(value) <= MAX_ABS)

@@ -427,8 +427,8 @@ async def test_lack_of_memory_when_outputs_are_joined(thread: DeviceThread, monk
 
 async def test_a_forward_is_counted_soon_although_nothing_comes(thread: DeviceThread) -> None:
     await thread.run_step(Step(Blocks(), "a", 1))
-    async with asyncio.timeout(5):
-        while not thread.load.num_forwards:
+    for _ in range(1000):
+        if not thread.load.num_forwards:
             await asyncio.sleep(COUNTED_AFTER_S)
     assert (thread.load.num_steps, thread.load.num_tokens, thread.load.num_failures) == (1, 1, 0)
     with pytest.raises(ArithmeticError):

@@ -314,7 +314,7 @@ class Chain:
             if inner is not None:
                 step.to_show = {hop for hop in self._hops if inner.wants(hop.span)}
             step.inputs = await self._hops[0].send_step(step.request, self._in_flight.state, step.position, step.inputs)
-            if step.inputs.hidden_states.nbytes >= COPIED_IN_THREAD_BYTES:
+            if sum(tensor.nbytes for tensor in step.inputs.tensors().values()) >= COPIED_IN_THREAD_BYTES:
                 copying = asyncio.to_thread(owned, step.inputs)
                 step.copying = self.view.loop.spawn(copying, name="copy the inputs of a step")
             else:

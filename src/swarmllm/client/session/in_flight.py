@@ -31,8 +31,8 @@ class PendingStep:
     request: int
     """Its id in messages."""
     inputs: BlockInputs
-    """Inputs of the first block. After sending: the inputs as its server decodes them, `owned` unless `copying` makes
-    such. A client that relays takes all but the hidden states from here."""
+    """Inputs of the first block. Of a step that was sent: copies of the inputs as its server decodes them, unless
+    `copying` makes the copies. A client that relays takes all but the hidden states from here."""
     position: int
     """The position of the first of them."""
     done: "asyncio.Future[Result]"

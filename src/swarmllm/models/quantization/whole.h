@@ -9,11 +9,13 @@
  *   FOURS       four sums, each of every fourth column: MKL for two or three inputs, whose processor isn't Intel's
  *   FOURS_LATE  the same, after one to four columns up to an address that is a multiple of 16: MKL for one input
  *   EIGHTS      eight times eight sums: torch's own product in bfloat16 on AVX2
- *   TWOS        like CHAINED, but in each block of 256 columns two sums in turn: MKL for two or three inputs, whose processor
- *               is Intel's, without AVX-512
- *   IN_LANES    a sum in each lane of a vector, see whole_lanes.h: MKL on Intel's processors for one input without AVX-512,
- *               or for 2 to 15 with it
- *   IN_LANES_LATE  the same after one column: MKL for one input on Intel's processors with AVX-512
+ * And MKL on Intel's processors, in float32:
+ *
+ *   TWOS           as CHAINED, but with two sums in turn in each block, of 256 columns: AVX2, for three inputs; more are
+ *                  CHAINED, also in blocks of 256
+ *   IN_LANES       a sum in each lane of a vector, see whole_lanes.h: AVX2, for one input; AVX-512, for 2 to 15; 16 are
+ *                  CHAINED
+ *   IN_LANES_LATE  the same, after one column: AVX-512, for one input
  */
 #include "compiler.h"
 #include "whole_weight.h"
@@ -440,7 +442,7 @@ static void some_lanes(const whole *w, const float *bias, int64_t start, int64_t
 void OF_LEVEL(multiply_whole)(const whole *w, const float *bias, int64_t start, int64_t end, const char *inputs,
                               int64_t num, char *outputs) {
     static const int64_t at_once[] = {[CHAINED] = AT_ONCE, [FOURS] = 3, [FOURS_LATE] = 1, [EIGHTS] = 8,
-                                      [TWOS] = 3,          [IN_LANES] = MOST_INPUTS, [IN_LANES_LATE] = 1};
+                                      [TWOS] = 3,          [IN_LANES] = ALL_INPUTS, [IN_LANES_LATE] = 1};
     int64_t size = w->is_bfloat16 ? 2 : 4, most = at_once[w->order], input_size = w->order == EIGHTS ? 4 : size;
     while (num > 0) {
         int64_t some = num < most ? num : most;

@@ -4,7 +4,7 @@ Blocks that aren't quantized must compute exactly what the local model computes,
 order of its additions. For a few inputs, torch's products read memory at a third to two thirds of its speed. `whole.h`
 adds in the same order and reads faster. Which order it is depends on the libraries under torch, the processor, the
 shape and the number of inputs. So each is tried, when weights are loaded, on numbers of which another order gives
-another sum. If none is right, or ours isn't faster, torch multiplies.
+another sum. If none is right, or ours is slower, torch multiplies.
 
 Measured (one thread, 5632×2048 in memory, GB/s of 1, 4 and 8 inputs): bfloat16 24, 22 and 16, torch 12, 13 and 10;
 float32 24, 22 and 17, torch 19, 8 and 7. With AVX2 (Zen 4): bfloat16 22, 9 and 5, torch 22, 4.5 and 2.5; float32 24,
@@ -48,9 +48,9 @@ MOST_INPUTS_OF_LARGEST = 4
 MEASURED = (1, 2, 3, 8, MOST_INPUTS)
 """Numbers of inputs; others are as fast as the next one."""
 FEW_INPUTS, NOT_MUCH_LONGER = 3, 1.2
-"""With one thread, so few inputs are ours even if they take longer in the trial. Both read memory at its speed, and
-recorded steps save a call from Python with ours. Measured for one input in float32 on an Intel processor: 0.86 to 1.06
-in the trial, steps 0.82."""
+"""With one thread, so few inputs are ours even if they take longer in the trial: both read memory at its speed, and
+recorded steps save a call from Python with ours (others may lose). Measured for one input in float32 on an Intel
+processor: 0.86 to 1.15 in the trial, whose weight its large cache holds, and steps 0.82."""
 ROUNDS = 8
 """Products of each kind in that trial; the fastest counts."""
 SPINNING_S = 0.02
@@ -383,7 +383,8 @@ def _empty_at(shape: torch.Size, dtype: torch.dtype, place: int) -> Tensor:
 
 @functools.cache
 def _is_faster(dtype: torch.dtype, num_inputs: int, how: _How, num_threads: int) -> bool:
-    """True if ours is faster than torch's, with its present number of threads, on weights that hardly a cache holds."""
+    """True if ours is faster than torch's, or nearly so for few inputs, with its present number of threads, on weights
+    that hardly any cache holds."""
     weight = into_huge_pages(torch.ones(COLD_ROWS // dtype.itemsize, 2048, dtype=dtype))  # as blocks have them
     inputs = torch.ones(num_inputs, 2048, dtype=dtype)
     ours: list[float] = []

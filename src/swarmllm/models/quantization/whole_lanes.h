@@ -1,14 +1,16 @@
-/* The orders IN_LANES and IN_LANES_LATE of whole.h, which includes this file: each lane of a vector sums up every LANES-th column.
- * How the lanes are summed up at the end differs:
+/* The orders IN_LANES and IN_LANES_LATE of whole.h, which includes this file: each lane of a vector sums up every LANES-th
+ * column. Then the lanes are summed up:
  *
- *   IN_LANES       AVX-512: its four quarters one after the other, then pairs of the lanes that are left. AVX2: neighbours.
- *   IN_LANES_LATE  AVX-512: the upper half is added to the lower one, until one lane is left
+ *   IN_LANES       columns left over are added to the first lanes before. AVX-512: the four quarters one after the other,
+ *                  then pairs of the lanes that are left. AVX2: neighbours, halves, neighbours.
+ *   IN_LANES_LATE  the first lane begins with the first column. The upper half is added to the lower one, until one lane is
+ *                  left. Columns left over are added to lanes that begin with this sum, and summed up in the same way.
  */
-#define TOGETHER 4     /* rows whose lanes are summed up at once */
-#define MOST_INPUTS 16
+#define TOGETHER 4 /* rows whose lanes are summed up at once */
+#define ALL_INPUTS 16 /* at most, of a call */
 
 #if LEVEL == 4
-#define MOST_IN_LANES 6 /* inputs: more sums of four rows need more registers */
+#define INPUTS_AT_ONCE 6 /* inputs: more sums of four rows need more registers */
 
 INLINE vec some_at(const float *from, int64_t count) {
     return _mm512_maskz_loadu_ps((__mmask16)((1u << count) - 1), from);
@@ -42,7 +44,7 @@ INLINE void sum_up(const vec rows[TOGETHER], int late, float results[TOGETHER]) 
 
 INLINE vec in_first_lane(float value) { return _mm512_zextps128_ps512(_mm_set_ss(value)); }
 #else
-#define MOST_IN_LANES 1
+#define INPUTS_AT_ONCE 1
 
 INLINE vec some_at(const float *from, int64_t count) {
     return _mm256_maskload_ps(
@@ -60,11 +62,16 @@ INLINE void sum_up(const vec rows[TOGETHER], int late, float results[TOGETHER]) 
 INLINE vec in_first_lane(float value) { return _mm256_zextps128_ps256(_mm_set_ss(value)); }
 #endif
 
+INLINE void sum_up_all(const vec *rows, int count, int late, float *results) {
+    for (int row = 0; row < count; row += TOGETHER)
+        sum_up(rows + row, late, results + row);
+}
+
 /* `num` inputs by `count` rows, which is once or twice TOGETHER. */
 INLINE void lanes_of(const whole *w, const float *weights, const float *inputs, int num, int count, int late,
                      float results[][2 * TOGETHER]) {
     int64_t columns = w->columns, column = late;
-    vec sums[MOST_IN_LANES][2 * TOGETHER];
+    vec sums[INPUTS_AT_ONCE][2 * TOGETHER];
     for (int input = 0; input < num; input++)
         for (int row = 0; row < count; row++)
             sums[input][row] = late ? in_first_lane(weights[row * columns] * inputs[input * columns]) : ZERO();
@@ -78,15 +85,16 @@ INLINE void lanes_of(const whole *w, const float *weights, const float *inputs, 
     }
     int64_t left = columns - column;
     for (int input = 0; input < num; input++) {
-        for (int again = late; again >= 0; again--) { /* IN_LANES_LATE adds the columns left over to the whole sum */
-            for (int row = 0; !again && left && row < count; row++) {
-                vec sum = late ? in_first_lane(results[input][row]) : sums[input][row];
-                sums[input][row] = FMA(some_at(weights + row * columns + column, left),
-                                       some_at(inputs + input * columns + column, left), sum);
-            }
-            for (int row = 0; (again || !late || left) && row < count; row += TOGETHER)
-                sum_up(sums[input] + row, late, results[input] + row);
-        }
+        vec *of_rows = sums[input];
+        float *to = results[input];
+        if (late)
+            sum_up_all(of_rows, count, late, to);
+        for (int row = 0; left && row < count; row++)
+            of_rows[row] = FMA(some_at(weights + row * columns + column, left),
+                               some_at(inputs + input * columns + column, left),
+                               late ? in_first_lane(to[row]) : of_rows[row]);
+        if (!late || left)
+            sum_up_all(of_rows, count, late, to);
     }
 }
 
@@ -96,14 +104,14 @@ INLINE void lanes_of(const whole *w, const float *weights, const float *inputs, 
         lanes_of(w, weights, some, number, count, 0, results + first); \
         break;
 
-/* Of at most MOST_INPUTS inputs, of one if `late`. They take turns, and all but the first find the rows in a cache. */
+/* Of at most ALL_INPUTS inputs, of one if `late`. They take turns, and all but the first find the rows in a cache. */
 INLINE void in_lanes(const whole *w, const float *bias, int64_t start, int64_t end, const float *inputs, int64_t num,
                      float *outputs, int late) {
-    int64_t count = num > 2 && MOST_IN_LANES > 1 ? TOGETHER : 2 * TOGETHER;
+    int64_t count = num > 2 && INPUTS_AT_ONCE > 1 ? TOGETHER : 2 * TOGETHER;
     for (int64_t row = start; row < end; row += count) {
-        int64_t at = row + count <= end ? row : end - count, turns = (num + MOST_IN_LANES - 1) / MOST_IN_LANES;
+        int64_t at = row + count <= end ? row : end - count, turns = (num + INPUTS_AT_ONCE - 1) / INPUTS_AT_ONCE;
         const float *weights = (const float *)w->weights + at * w->columns;
-        float results[MOST_INPUTS][2 * TOGETHER];
+        float results[ALL_INPUTS][2 * TOGETHER];
         for (int64_t turn = 0; turn < turns; turn++) {
             int64_t first = num * turn / turns;
             const float *some = inputs + first * w->columns;

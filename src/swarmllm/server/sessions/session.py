@@ -278,7 +278,7 @@ class Session:
         noted = header.model_copy(update={"timings": timings, "pieces": _with_pieces(header.pieces, runner)})
         try:
             await self._pass_on(noted, outlet, outgoing)
-        finally:  # only now, while the next server works
+        finally:  # only now, while the next server works; also if sending fails, as a repair replays it
             if runner.keeps_outputs:  # as the next server receives them
                 runner.log.append(header.position, outputs.with_tensors(as_received(outgoing)))
         self.passed_on = header.position + header.seq_len
