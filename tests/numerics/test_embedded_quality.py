@@ -81,12 +81,11 @@ def _sentences(text: str) -> list[str]:
 
 
 def _perplexity(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float:
-    loss = torch.zeros(())
-    num_tokens = 0
+    loss, num_tokens = 0.0, 0  # not in float32, in which two sums of so many tokens may be the same
     for text in embedded_heldout_texts():
         ids = tokenizer(text, return_tensors="pt").input_ids
         predicted = ids.shape[1] - 1
-        loss += model(input_ids=ids, labels=ids).loss * predicted
+        loss += model(input_ids=ids, labels=ids).loss.item() * predicted
         num_tokens += predicted
     return math.exp(loss / num_tokens)
 
