@@ -1,6 +1,7 @@
 """A head in few bits is used where texts are written, and nowhere else."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from swarmllm.errors import ConfigurationError
+from swarmllm.models.checkpoint import stored_files
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.quantization import kernels
 from swarmllm.models.quantization.packed import Int8
@@ -90,14 +92,20 @@ def test_only_linear_heads_can_be_rounded(model: PreTrainedModel) -> None:
 
 @pytest.mark.skipif(kernels.library() is None, reason="there is no compiler here")
 @pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("is_partial", [False, True], ids=["all files", "pieces of files"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_head_in_few_bits_is_multiplied_as_it_is_stored(tmp_path: Path, tied: bool, dtype: torch.dtype) -> None:
+def test_a_head_in_few_bits_is_multiplied_as_it_is_stored(
+    tmp_path: Path, tied: bool, is_partial: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also on a machine that has got the head from others: all members' texts must be the same."""
     model = tiny_model("llama")
     model.config.tie_word_embeddings = tied
     model.tie_weights()
     model.save_pretrained(tmp_path / "plain")
     ends = ("model.embed_tokens.weight", "lm_head.weight")
     path, weights = save_gguf(model, "llama", tmp_path / "plain", lambda name: 8 if name in ends else 0)
+    if is_partial:
+        monkeypatch.setattr(stored_files, "partial_files", lambda _: SimpleNamespace(require=lambda *_: None))
     head = model.lm_head
     inputs = torch.randn(2, 5, head.in_features).to(dtype)
     with torch.no_grad():

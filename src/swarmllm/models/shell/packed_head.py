@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 from swarmllm.errors import ConfigurationError
 from swarmllm.machine_memory import into_huge_pages
 from swarmllm.models.checkpoint.checkpoint import Checkpoint
-from swarmllm.models.published_formats.gguf import GgufWeight
 from swarmllm.models.published_formats.stored_format import PackedTensor
 from swarmllm.models.quantization import kernels
 from swarmllm.models.quantization.decoded import KERNELS, GgufBlocks
@@ -103,7 +102,7 @@ def keep_head_as_stored(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
     parameters = model.named_parameters(remove_duplicate=False)  # embeddings may share the weight, under their name
     names = checkpoint.weight_map().keys() & {name for name, one in parameters if one is head.weight}
     for name, lazy in checkpoint.tensors(names, packed_for=head.weight.dtype).items():
-        stored = lazy[...] if isinstance(lazy, GgufWeight) and checkpoint.kept_bits(name) else None
+        stored = lazy[...] if checkpoint.kept_bits(name) else None
         packed = stored.packed if isinstance(stored, PackedTensor) and not stored.transposed else None
         if isinstance(packed, GgufBlocks) and packed.kind in KERNELS and packed.shape == head.weight.shape:
             head.__class__ = PackedHead
