@@ -299,7 +299,7 @@ def fours(products: Numbers, head: int) -> Numbers:
     return total
 
 
-def pairs_of(products: Numbers, block: int) -> Numbers:
+def twos(products: Numbers, block: int) -> Numbers:
     """As `chained`, but with two sums in turn in each block."""
     total = np.zeros(len(products), np.float32)
     for begin in range(0, products.shape[1], block):
@@ -346,10 +346,7 @@ CASES: list[tuple[_How, torch.dtype, Callable[[Numbers], Numbers]]] = [
     (_How(Order.FOURS), torch.float32, lambda products: fours(rounded(products), 0)),
     (_How(Order.FOURS_LATE), torch.float32, lambda products: fours(rounded(products), 4)),
     (_How(Order.EIGHTS), torch.bfloat16, eights),
-    *(
-        (_How(Order.TWOS, block), torch.float32, functools.partial(pairs_of, block=block))
-        for block in (192, 256, 1 << 30)
-    ),
+    *((_How(Order.TWOS, block), torch.float32, functools.partial(twos, block=block)) for block in (192, 256, 1 << 30)),
     (_How(Order.IN_LANES), torch.float32, lambda products: in_lanes(products, 16 if kernels.level() == 4 else 8)),
     (_How(Order.IN_LANES_LATE), torch.float32, lambda products: in_lanes_late(products, 16)),
 ]

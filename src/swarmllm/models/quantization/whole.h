@@ -11,8 +11,8 @@
  *   EIGHTS      eight times eight sums: torch's own product in bfloat16 on AVX2
  * And MKL on Intel's processors, in float32:
  *
- *   TWOS           as CHAINED, but with two sums in turn in each block, of 256 columns: AVX2, for three inputs; more are
- *                  CHAINED, also in blocks of 256
+ *   TWOS           as CHAINED, but with two sums in turn in each block, of 256 columns: AVX2, for three inputs; 4 to 6 and
+ *                  10 to 12 are CHAINED in blocks of 256, the order of others isn't known
  *   IN_LANES       a sum in each lane of a vector, see whole_lanes.h: AVX2, for one input; AVX-512, for 2 to 15; 16 are
  *                  CHAINED
  *   IN_LANES_LATE  the same, after one column: AVX-512, for one input

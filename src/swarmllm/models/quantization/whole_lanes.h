@@ -99,8 +99,8 @@ INLINE void lanes_of(const whole *w, const float *weights, const float *inputs, 
 }
 
 /* `number` is a constant in each version, so that sums are in registers. */
-#define LANES_OF(number, count)                                  \
-    case number:                                                 \
+#define LANES_OF(number, count)                                        \
+    case number:                                                       \
         lanes_of(w, weights, some, number, count, 0, results + first); \
         break;
 

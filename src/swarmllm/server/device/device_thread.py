@@ -479,7 +479,7 @@ class DeviceThread:
     def _admit(self) -> bool:
         """Take in new calls, and wait for them if there is nothing else to do; False when the thread is to end."""
         if self._count_later is not None:
-            self._count_last()
+            self._count_last(self._count_later)
         while True:
             try:
                 # Don't bind the function to a variable: it would keep the session's cache until the next call comes.
@@ -487,16 +487,15 @@ class DeviceThread:
             except queue.Empty:
                 return bool(len(self._scheduler)) or not self._stopping
 
-    def _count_last(self) -> None:
+    def _count_last(self, count: Callable[[], None]) -> None:
         """Count the last forward. If nothing else waits, this thread waits a moment before it does so: it would keep
         Python's lock, which the event loop needs to send the results."""
         arrived: Callable[[], None] | None = None
         if not len(self._scheduler):
             with suppress(queue.Empty):
                 arrived = self._inbox.get(timeout=COUNTED_AFTER_S)
-        count, self._count_later = self._count_later, None
-        if count is not None:
-            count()
+        self._count_later = None
+        count()
         del count  # it keeps the forward's sessions
         if arrived is not None:
             arrived()
