@@ -303,7 +303,7 @@ INLINE void gather_whole_inputs(const instruction *is, const step *s) {
     const float *inputs = s->arena + is->one.offset;
     const whole *w = whole_of(is, s)->weight;
     for (int64_t row = 0; row < s->num_rows; row++, inputs += s->arena_floats)
-        if (w->is_bfloat16 && w->order != EIGHTS)
+        if (!takes_floats(w))
             for (int64_t i = 0; i < w->columns; i++) /* they are rounded already */
                 ((uint16_t *)s->inputs)[row * w->columns + i] = (uint16_t)(rounded_bits(inputs[i]) >> 16);
         else if (s->num_rows > 1)
@@ -315,8 +315,7 @@ INLINE void multiply_whole_part(const instruction *is, const step *s, int64_t st
     float *outputs = s->arena + is->out.offset;
     const whole_product *by = whole_of(is, s);
     int is_direct = s->num_rows == 1 && !by->weight->is_bfloat16;
-    int takes_floats = !by->weight->is_bfloat16 || by->weight->order == EIGHTS;
-    const float *inputs = s->num_rows == 1 && takes_floats ? s->arena + is->one.offset : s->inputs;
+    const float *inputs = s->num_rows == 1 && takes_floats(by->weight) ? s->arena + is->one.offset : s->inputs;
     void *made = is_direct ? outputs : s->products;
     swarmllm_multiply_whole(LEVEL, by->weight, by->bias, start, end, (const char *)inputs, s->num_rows, made);
     for (int64_t row = 0; !is_direct && row < s->num_rows; row++)

@@ -11,8 +11,9 @@ int64_t swarmllm_has_order(int64_t level, int64_t is_bfloat16, int64_t order) {
     if (level < 3)
         return 0;
     if (!is_bfloat16)
-        return order != EIGHTS && order != (level == 3 ? IN_LANES_LATE : TWOS);
-    return level == 3 ? order == EIGHTS : order == CHAINED && __builtin_cpu_supports("avx512bf16");
+        return order != EIGHTS && order != IN_PAIRS && order != (level == 3 ? IN_LANES_LATE : TWOS);
+    return level == 3 ? order == EIGHTS
+                      : (order == CHAINED || order == IN_PAIRS) && __builtin_cpu_supports("avx512bf16");
 }
 
 void swarmllm_multiply_whole(int64_t level, const whole *w, const float *bias, int64_t start, int64_t end,

@@ -8,6 +8,7 @@
  *               bfloat16, by an instruction that adds two columns
  *   FOURS       four sums, each of every fourth column: MKL for two or three inputs, whose processor isn't Intel's
  *   FOURS_LATE  the same, after one to four columns up to an address that is a multiple of 16: MKL for one input
+ *   IN_PAIRS    the same as the latter, without that instruction, see whole_pairs.h
  *   EIGHTS      eight times eight sums: torch's own product in bfloat16 on AVX2
  * And MKL on Intel's processors, in float32:
  *
@@ -378,6 +379,7 @@ static void eights(const whole *w, const float *bias, int64_t start, int64_t end
 #endif
 
 #include "whole_lanes.h"
+#include "whole_pairs.h"
 
 /* ------------------------------------------------------------------ for whole.c */
 
@@ -442,8 +444,9 @@ static void some_lanes(const whole *w, const float *bias, int64_t start, int64_t
 void OF_LEVEL(multiply_whole)(const whole *w, const float *bias, int64_t start, int64_t end, const char *inputs,
                               int64_t num, char *outputs) {
     static const int64_t at_once[] = {[CHAINED] = AT_ONCE, [FOURS] = 3, [FOURS_LATE] = 1, [EIGHTS] = 8,
-                                      [TWOS] = 3,          [IN_LANES] = ALL_INPUTS, [IN_LANES_LATE] = 1};
-    int64_t size = w->is_bfloat16 ? 2 : 4, most = at_once[w->order], input_size = w->order == EIGHTS ? 4 : size;
+                                      [TWOS] = 3,          [IN_LANES] = ALL_INPUTS, [IN_LANES_LATE] = 1,
+                                      [IN_PAIRS] = ALL_INPUTS};
+    int64_t size = w->is_bfloat16 ? 2 : 4, most = at_once[w->order], input_size = takes_floats(w) ? 4 : size;
     while (num > 0) {
         int64_t some = num < most ? num : most;
         if (w->order == CHAINED)
@@ -456,6 +459,8 @@ void OF_LEVEL(multiply_whole)(const whole *w, const float *bias, int64_t start, 
 #else
         else if (w->order == IN_LANES_LATE)
             late_lanes(w, bias, start, end, (const float *)inputs, (float *)outputs);
+        else if (w->order == IN_PAIRS)
+            in_pairs(w, bias, start, end, (const float *)inputs, some, outputs);
 #endif
         else if (w->order == IN_LANES)
             some_lanes(w, bias, start, end, (const float *)inputs, some, (float *)outputs);

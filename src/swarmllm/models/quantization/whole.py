@@ -57,6 +57,8 @@ SPINNING_S = 0.02
 """Assumed: torch's threads use their cores so long while they wait for work. Measured: ours took twice the time."""
 SETTINGS = (torch._C._get_mkldnn_enabled, torch._C._get_float32_matmul_precision)
 """Those of torch that choose among its libraries, or how exact they are."""
+IN_CACHE = (256, 1024)
+"""Shape of a weight that a cache holds."""
 MOST_KNOWN = 100_000
 BLOCKS = (192, 256, 384, 512, 1024, 1 << 30)
 """Columns whose sum is added to those of others. MKL has blocks of 192, 256 or 384, oneDNN of 512 for one input and of
@@ -77,12 +79,18 @@ class Order(IntEnum):
     TWOS = 4
     IN_LANES = 5
     IN_LANES_LATE = 6
+    IN_PAIRS = 7
+
+
+TAKE_FLOATS = (Order.EIGHTS, Order.IN_PAIRS)
+"""Of these, inputs are in float32."""
+IN_BLOCKS = (Order.CHAINED, Order.TWOS, Order.IN_PAIRS)
 
 
 class _How(NamedTuple):
     order: Order
     block: int = 0
-    """Columns whose sum is added to those of others; for `CHAINED` and `TWOS`."""
+    """Columns whose sum is added to those of others; for those `IN_BLOCKS`."""
 
 
 class _Whole(ctypes.Structure):
@@ -241,7 +249,7 @@ def _multiply(inputs: Tensor, whole: _Whole, bias: Tensor | None) -> Tensor:
     num_inputs = inputs.numel() // columns
     outputs = torch.empty((*inputs.shape[:-1], rows), dtype=inputs.dtype)
     wide_bias = None if bias is None else bias.detach().float().contiguous()
-    taken = inputs.float() if whole.order == Order.EIGHTS else inputs
+    taken = inputs.float() if whole.order in TAKE_FLOATS else inputs
     at_inputs, at_outputs = taken.data_ptr(), outputs.data_ptr()
     at_bias = None if wide_bias is None else wide_bias.data_ptr()
 
@@ -313,25 +321,26 @@ def _order_of(product: _Product, weight: Tensor, *, is_hard: bool) -> _How | Non
         if not candidates:
             return None
     measured = next(num for num in MEASURED if num >= product.num_inputs)
-    return candidates[0] if _is_faster(dtype, measured, candidates[0], product.num_threads) else None
+    found = (
+        min(candidates, key=lambda how: _seconds_in_cache(how, measured, dtype))
+        if len(candidates) > 1
+        else candidates[0]
+    )
+    return found if _is_faster(dtype, measured, found, product.num_threads) else None
 
 
 def _candidates(product: _Product) -> list[_How]:
     (rows, columns), is_bfloat16 = product.shape, product.dtype == torch.bfloat16
     if rows < LEAST_ROWS or columns < LEAST_COLUMNS or product.dtype not in _DTYPES:
         return []
-    multiples = {Order.CHAINED: 2 if is_bfloat16 else 1, Order.TWOS: 2, Order.EIGHTS: 64}
+    multiples = {Order.CHAINED: 2 if is_bfloat16 else 1, Order.IN_PAIRS: 2, Order.TWOS: 2, Order.EIGHTS: 64}
     orders = {
         order
         for order in Order
         if columns % multiples.get(order, 1) == 0 and library().swarmllm_has_order(kernels.level(), is_bfloat16, order)
     }
     blocks = {min(block, -(-columns // 2) * 2) for block in BLOCKS}  # those that are longer than a row are the same
-    return [
-        _How(order, block)
-        for order in sorted(orders)
-        for block in (sorted(blocks) if order in (Order.CHAINED, Order.TWOS) else [0])
-    ]
+    return [_How(order, block) for order in sorted(orders) for block in (sorted(blocks) if order in IN_BLOCKS else [0])]
 
 
 def hard_weight(rows: int, columns: int) -> Tensor:
@@ -379,6 +388,14 @@ def _empty_at(shape: torch.Size, dtype: torch.dtype, place: int) -> Tensor:
     room = torch.empty(shape.numel() + 2 * LINE, dtype=dtype)
     first = (place - room.data_ptr()) % LINE // dtype.itemsize
     return room[first : first + shape.numel()].view(shape)
+
+
+@functools.cache
+def _seconds_in_cache(how: _How, num_inputs: int, dtype: torch.dtype) -> float:
+    """Seconds of ours for a weight that a cache holds."""
+    weight, inputs = torch.ones(IN_CACHE, dtype=dtype), torch.ones(num_inputs, IN_CACHE[1], dtype=dtype)
+    whole = _Whole.of(weight, how)
+    return min(_seconds(_multiply, inputs, whole, None) for _ in range(ROUNDS))
 
 
 @functools.cache
