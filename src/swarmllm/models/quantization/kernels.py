@@ -90,7 +90,7 @@ def library() -> Any:
     except OSError as error:
         logger.warning("weights of few bits multiply slowly here, since swarmllm was installed without gcc (%s)", error)
         return None
-    is_complete = hasattr(found, "swarmllm_has_order")
+    is_complete = hasattr(found, "swarmllm_can_attend_as_torch")
     if not is_complete or getattr(found, "swarmllm_weight_bytes", int)() != ctypes.sizeof(_Weight):
         logger.warning(
             "weights of few bits multiply slowly, since %s is of another version: install swarmllm anew", path
@@ -120,7 +120,8 @@ def library() -> Any:
     found.swarmllm_open_strips.argtypes = (
         ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p
     )  # fmt: skip
-    for choice in (found.swarmllm_rounded_bytes, found.swarmllm_int8_version, found.swarmllm_strips_version):
+    for of_level in ("rounded_bytes", "int8_version", "strips_version", "can_attend_as_torch"):
+        choice = getattr(found, f"swarmllm_{of_level}")
         choice.argtypes, choice.restype = (ctypes.c_int64,), ctypes.c_int64
     found.swarmllm_multiply_whole.argtypes = (
         ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p,
@@ -129,7 +130,7 @@ def library() -> Any:
     found.swarmllm_has_order.argtypes, found.swarmllm_has_order.restype = (ctypes.c_int64,) * 3, ctypes.c_int64
     for without_result in (
         "multiply", "dequantize", "round_inputs", "round", "multiply_rounded", "multiply_strips", "prepare_inputs",
-        "arrange", "open_strips", "multiply_whole",
+        "arrange", "open_strips", "multiply_whole", "attend_as_torch",
     ):  # fmt: skip
         getattr(found, f"swarmllm_{without_result}").restype = None
     return found

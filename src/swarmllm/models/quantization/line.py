@@ -132,7 +132,7 @@ class Rows:
     most_seen: int
     """Most positions that a row attends to."""
     sessions: Sequence[tuple[int, Sequence[tuple[Tensor, Tensor]]]] = ()
-    """For lines with calls: the number of rows of each session, and of each block its keys and values
+    """For lines that `attend_by_calls`: the number of rows of each session, and of each block its keys and values
     `[rows, heads, positions, head]`, those of the new position included."""
 
 
@@ -234,6 +234,11 @@ class Line:
     def has_calls(self) -> bool:
         """True if torch computes some of the operations."""
         return any(one.call is not None for one in self.recorded.operations)
+
+    @functools.cached_property
+    def attends_by_calls(self) -> bool:
+        """True if torch attends in some blocks."""
+        return any(one.call is not None and one.call.attends for one in self.recorded.operations)
 
     def _run_in_parts(self, step: _Step, rows: Rows, outputs: Tensor) -> None:
         """Run in turns what C and what torch computes; `step` says where and for which rows."""

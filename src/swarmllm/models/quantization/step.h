@@ -174,6 +174,12 @@ INLINE void round_all(const instruction *is, float *o) {
 #define SUM_LEVELS 4
 
 INLINE float sum_side_by_side(const float *a, int64_t n) {
+    if (n < SUM_LANES && n > SUM_TURNS) { /* four numbers in turn, and what is left over is added to the first */
+        float first = a[0];
+        for (int64_t at = SUM_TURNS; at < n; at++)
+            first += a[at];
+        return first + a[1] + a[2] + a[3];
+    }
     float sums[SUM_LEVELS][SUM_TURNS * SUM_LANES];
     int64_t vectors = n / SUM_LANES, rounds = vectors / SUM_TURNS, i = 0, power = 0;
     while (((int64_t)1 << power) < rounds)
@@ -483,6 +489,26 @@ INLINE void attend(const instruction *is, const step *s, const stored *at, float
     }
 }
 
+/* The same with torch's bits, of keys and values in bfloat16. No window. */
+INLINE void attend_as_torch(const instruction *is, const stored *at, float *arena, int64_t head) {
+    int64_t shared = is->sizes[1], size = is->sizes[2];
+    uint16_t queries[QUERIES * MOST_HEAD], outputs[QUERIES * MOST_HEAD];
+    attended to = {.queries = queries, .count = at->position + 1, .size = size, .scale = is->number, .outputs = outputs};
+    to.keys = (const uint16_t *)at->keys + head * at->key_capacity * size;
+    to.values = (const uint16_t *)at->values + head * at->value_capacity * size;
+    for (int64_t q = head * shared; q < (head + 1) * shared; q += to.num) {
+        to.num = (head + 1) * shared - q < QUERIES ? (head + 1) * shared - q : QUERIES;
+        for (int64_t one = 0; one < to.num; one++) {
+            const float *query = arena + is->one.offset + (q + one) * is->one.strides[1];
+            for (int64_t i = 0; i < size; i++) /* they are rounded already */
+                queries[one * size + i] = (uint16_t)(rounded_bits(query[i * is->one.strides[2]]) >> 16);
+        }
+        swarmllm_attend_as_torch(&to);
+        for (int64_t i = 0; i < to.num * size; i++)
+            arena[is->out.offset + q * size + i] = float_of(outputs[i]);
+    }
+}
+
 INLINE const stored *stored_of(const instruction *is, const step *s, int64_t row) {
     return s->stored + row * s->num_blocks + is->block - s->first_block;
 }
@@ -517,7 +543,11 @@ APART void run_part(const step *s, const instruction *is, int64_t part, int64_t 
     int64_t heads = is->sizes[0];
     for (int64_t one = part; one < s->num_rows * heads; one += parts) {
         int64_t row = one / heads;
-        attend(is, s, stored_of(is, s, row), s->arena + row * s->arena_floats, one % heads, thread);
+        float *arena = s->arena + row * s->arena_floats;
+        if (is->kind == ATTEND_AS_TORCH)
+            attend_as_torch(is, stored_of(is, s, row), arena, one % heads);
+        else
+            attend(is, s, stored_of(is, s, row), arena, one % heads, thread);
     }
 }
 
@@ -589,7 +619,7 @@ INLINE void run_shared(step *s, const instruction *is) {
 
 INLINE void run_line(step *s, int64_t start, int64_t end) {
     for (const instruction *is = s->line + start; is < s->line + end; is++) {
-        if (is->kind == PRODUCT || is->kind == ATTEND || is->kind == CALL) {
+        if (is->kind == PRODUCT || is->kind == ATTEND || is->kind == ATTEND_AS_TORCH || is->kind == CALL) {
             run_shared(s, is);
             continue;
         }

@@ -50,6 +50,7 @@ class Kind(IntEnum):
     APPEND_KEYS = auto()
     APPEND_VALUES = auto()
     ATTEND = auto()
+    ATTEND_AS_TORCH = auto()
     CALL = auto()
     """See `Call`."""
 
@@ -109,7 +110,7 @@ class Operation:
     rounds: bool = False
     """True if the result is rounded to bfloat16."""
     number: float = 0.0
-    """ADD: factor of `other`. SUM: divisor. LAYER_NORM: epsilon. ATTEND: factor of the scores."""
+    """ADD: factor of `other`. SUM: divisor. LAYER_NORM: epsilon. ATTEND, ATTEND_AS_TORCH: factor of the scores."""
     matrix: kernels.Matrix | None = None
     """The matrix of a PRODUCT."""
     bias: Tensor | None = None

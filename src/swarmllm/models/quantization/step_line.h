@@ -6,6 +6,7 @@
 enum kinds {
     COPY, ADD, MULTIPLY, DIVIDE, LARGEST, SMALLEST, NEGATE, ABSOLUTE, ROOT, INVERSE_ROOT, EXPONENTIAL, SIGMOID, SILU, GELU,
     GELU_TANH, TANH, COSINE, SINE, SUM, LAYER_NORM, PRODUCT, APPEND_KEYS, APPEND_VALUES, ATTEND,
+    ATTEND_AS_TORCH, /* with its very bits: whole_attention.h */
     CALL /* of torch, between parts of a line; or a product with weights as they are */
 };
 

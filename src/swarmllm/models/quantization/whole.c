@@ -16,6 +16,12 @@ int64_t swarmllm_has_order(int64_t level, int64_t is_bfloat16, int64_t order) {
                       : (order == CHAINED || order == IN_PAIRS) && __builtin_cpu_supports("avx512bf16");
 }
 
+/* True if this processor can attend as torch does at this LEVEL. */
+int64_t swarmllm_can_attend_as_torch(int64_t level) {
+    __builtin_cpu_init();
+    return level == 4 && __builtin_cpu_supports("avx512bf16");
+}
+
 void swarmllm_multiply_whole(int64_t level, const whole *w, const float *bias, int64_t start, int64_t end,
                              const char *inputs, int64_t num, char *outputs) {
     (level == 3 ? swarmllm_multiply_whole_3 : swarmllm_multiply_whole_4)
@@ -26,6 +32,13 @@ int64_t swarmllm_has_order(int64_t level, int64_t is_bfloat16, int64_t order) {
     (void)level, (void)is_bfloat16, (void)order;
     return 0;
 }
+
+int64_t swarmllm_can_attend_as_torch(int64_t level) {
+    (void)level;
+    return 0;
+}
+
+void swarmllm_attend_as_torch(const attended *to) { (void)to; }
 
 void swarmllm_multiply_whole(int64_t level, const whole *w, const float *bias, int64_t start, int64_t end,
                              const char *inputs, int64_t num, char *outputs) {

@@ -3,4 +3,5 @@
 #pragma GCC target("arch=x86-64-v4,avx512bf16")
 #define LEVEL 4
 #include "whole.h"
+#include "whole_attention.h"
 #endif

@@ -17,4 +17,16 @@ static inline int takes_floats(const whole *w) { return !w->is_bfloat16 || w->or
  * EIGHTS and IN_PAIRS, inputs are in float32. `bias` [rows] may be NULL. */
 void swarmllm_multiply_whole(int64_t level, const whole *w, const float *bias, int64_t start, int64_t end,
                              const char *inputs, int64_t num, char *outputs);
+
+/* Attention of one new position: heads of queries that share keys. All in bfloat16 but for `log_sums`. */
+#define MOST_HEAD 256 /* numbers */
+typedef struct {
+    const uint16_t *queries, *keys, *values; /* [num, size], [count, size], [count, size] */
+    int64_t num, count, size;                /* a multiple of 16, at most MOST_HEAD */
+    float scale;
+    uint16_t *outputs; /* [num, size] */
+    float *log_sums;   /* [num], logarithms of the sums of exponentials; or NULL */
+} attended;
+
+void swarmllm_attend_as_torch(const attended *to);
 #endif

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
+from swarmllm.models.quantization import whole_attention
 from swarmllm.models.quantization.line import Line, Rows
 from swarmllm.models.quantization.step import DIMS, DTYPES, Call, Kind, Operation, Recorded, Seen, View
 from swarmllm.models.span.attention import usual_sdpa
@@ -46,6 +47,8 @@ class ExactRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         """`attention`: the name of the model's own attention function."""
         super().__init__()
         self._attention = attention
+        self._attentions: dict[Any, bool] = {}
+        """True for those that C computes."""
 
     def _lower(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> None:
         before, name = len(self.operations), name_of(func)
@@ -122,6 +125,9 @@ class ExactRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             raise UnsupportedStepError("the model's own attention isn't PyTorch's")
         attend = partial(usual_sdpa(), asked.module)
         options = {name: value for name, value in asked.options.items() if not isinstance(value, Tensor)}
+        if self._attends_as_torch(asked, partial(attend, attention_mask=None, **options), sizes):
+            self._attend_in_c(Kind.ATTEND_AS_TORCH, asked, output, sizes, block)
+            return
 
         def within_window(queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, None]:
             mask = _window_mask(asked.window, len(queries), keys.shape[-2])
@@ -130,6 +136,18 @@ class ExactRecorder(StepRecorder):  # type: ignore[no-untyped-call]
 
         function = within_window if asked.window else partial(attend, attention_mask=None, **options)
         self._note_call([asked.query[0]], output[0], function, block=block)
+
+    def _attends_as_torch(self, asked: Asked, function: Callable[..., Any], sizes: tuple[int, int, int, int]) -> bool:
+        """True if C gives the results of the model's attention."""
+        key_heads, shared, size, value_size = sizes
+        if asked.window or asked.query.dtype != torch.bfloat16 or size != value_size:
+            return False
+        known = sizes, asked.scale, torch.get_num_threads()
+        if known not in self._attentions:
+            self._attentions[known] = whole_attention.is_exact(
+                lambda *tensors: _first(function(*tensors)), key_heads, key_heads * shared, size, asked.scale
+            )
+        return self._attentions[known]
 
     def _note_call(
         self,

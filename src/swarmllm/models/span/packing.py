@@ -144,7 +144,7 @@ class PackedForward:
             seq_len, rows = call.inputs.seq_len, call.inputs.batch_size
             of_blocks = call.cache.extend(seq_len)
             most_seen = max(most_seen, *(one.start + seq_len for one in of_blocks))
-            if line.has_calls:
+            if line.attends_by_calls:
                 sessions.append((rows, [one.seen() for one in of_blocks]))
             for row in range(rows):
                 places = [(one.addresses(row), one.start) for one in of_blocks]

@@ -297,11 +297,16 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
     def _attend(self, asked: Asked, output: Tensor, sizes: tuple[int, int, int, int], block: int) -> None:
+        self._attend_in_c(Kind.ATTEND, asked, output, sizes, block)
+
+    def _attend_in_c(
+        self, kind: Kind, asked: Asked, output: Tensor, sizes: tuple[int, int, int, int], block: int
+    ) -> None:
         one = self.whole(asked.query[0, :, 0], 2)
         one = View(one.storage, one.offset, (0, *one.strides[2:], 0))
         self.operations.append(
             Operation(
-                Kind.ATTEND, sizes, self.whole(output, 2), one, rounds=output.dtype == torch.bfloat16,
+                kind, sizes, self.whole(output, 2), one, rounds=output.dtype == torch.bfloat16,
                 number=asked.scale, block=block, window=asked.window,
             )
         )  # fmt: skip

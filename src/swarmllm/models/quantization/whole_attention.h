@@ -1,0 +1,199 @@
+/* Attention of one new position in bfloat16, with the very bits of torch's (its `flash_attention` for CPUs with AVX-512 and
+ * instructions for bfloat16). The orders were revealed by masks, as those of products (whole.h):
+ *
+ *   scores   sums of two neighbouring columns in each of 16 lanes; halves of the lanes are added, then neighbours, neighbours
+ *            of these, and the rest
+ *   softmax  of at most KEYS_AT_ONCE keys; the exponential is Malossi's (2015) for 16 scores at a time, and the C library's
+ *            for those left over; weights are added in twice 16 lanes, halves of which are added until
+ *            one is left
+ *   values   by weights in bfloat16, in sums of GROUP keys, two at a time, which are added one after the other
+ *
+ * Included by whole_4.c after whole.h. */
+#include <math.h>
+
+#define KEYS_AT_ONCE 512
+#define GROUP 8
+#define MOST_QUERIES 4 /* heads that share keys, at a time */
+
+INLINE vec exponential_of_malossi(vec x) {
+    const vec least = _mm512_castsi512_ps(_mm512_set1_epi32((int)0xc2aeac50));
+    const vec most = _mm512_castsi512_ps(_mm512_set1_epi32(0x42b17218));
+    vec power = rounded_product(x, _mm512_castsi512_ps(_mm512_set1_epi32(0x3fb8aa3b)));
+    vec part = _mm512_sub_ps(power, _mm512_floor_ps(power));
+    vec series = FMA(part, ALL(-0.079204240219773236f), ALL(-0.22433836478672356f));
+    series = FMA(part, series, ALL(0.30354260500649682f));
+    series = FMA(part, series, ALL(0.00010703434948458272f));
+    __m512i bits = _mm512_cvttps_epi32(FMA(ALL(8388608.0f), _mm512_sub_ps(power, series), ALL(8388608.0f * 127)));
+    bits = _mm512_mask_mov_epi32(bits, _mm512_cmp_ps_mask(x, least, _CMP_LT_OS), _mm512_setzero_si512());
+    bits = _mm512_mask_mov_epi32(bits, _mm512_cmp_ps_mask(x, most, _CMP_GT_OS), _mm512_set1_epi32(0x7f800000));
+    return _mm512_castsi512_ps(bits);
+}
+
+INLINE __m512i columns_at(const uint16_t *from, int64_t count) {
+    return count >= 32 ? _mm512_loadu_si512(from) : _mm512_maskz_loadu_epi16((__mmask32)((1u << count) - 1), from);
+}
+
+INLINE __m256 folded(vec lanes) {
+    return _mm256_add_ps(_mm512_castps512_ps256(lanes), _mm512_extractf32x8_ps(lanes, 1));
+}
+
+/* Scores of four keys, by one query. */
+INLINE __m128 four_scores(const uint16_t *query, const uint16_t *keys, int64_t size, int count) {
+    vec sums[4] = {ZERO(), ZERO(), ZERO(), ZERO()};
+    for (int64_t column = 0; column < size; column += 32) {
+        __m512bh some = (__m512bh)columns_at(query + column, size - column);
+        for (int key = 0; key < count; key++)
+            sums[key] = _mm512_dpbf16_ps(sums[key], some, (__m512bh)columns_at(keys + key * size + column, size - column));
+    }
+    __m256 one = _mm256_hadd_ps(folded(sums[0]), folded(sums[1])), other = _mm256_hadd_ps(folded(sums[2]), folded(sums[3]));
+    __m256 both = _mm256_hadd_ps(one, other);
+    return _mm_add_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1));
+}
+
+INLINE void scores_of(const uint16_t *query, const uint16_t *keys, int64_t count, int64_t size, float *scores) {
+    int64_t key = 0;
+    for (; key + 4 <= count; key += 4)
+        _mm_storeu_ps(scores + key, four_scores(query, keys + key * size, size, 4));
+    for (; key < count; key++)
+        _mm_store_ss(scores + key, four_scores(query, keys + key * size, size, 1));
+}
+
+INLINE vec larger(vec one, vec other) { /* not a number if one isn't */
+    __mmask16 unknown = _mm512_cmp_ps_mask(one, other, _CMP_UNORD_Q);
+    return _mm512_mask_mov_ps(_mm512_max_ps(one, other), unknown, ALL(NAN));
+}
+
+/* Lanes by halves until one is left. */
+#define BY_HALVES(name, of_two)                                   \
+    INLINE float name(vec v) {                                    \
+        v = of_two(v, _mm512_shuffle_f32x4(v, v, 0x4e));          \
+        v = of_two(v, _mm512_shuffle_f32x4(v, v, 0xb1));          \
+        v = of_two(v, _mm512_shuffle_ps(v, v, 0x4e));             \
+        v = of_two(v, _mm512_shuffle_ps(v, v, 0xb1));             \
+        return _mm512_cvtss_f32(v);                               \
+    }
+BY_HALVES(sum_by_halves, ADD)
+BY_HALVES(largest_by_halves, larger)
+
+INLINE float largest_of(float *scores, int64_t count, float scale) { /* scales them, too */
+    float largest = -INFINITY;
+    vec some = ALL(largest);
+    int64_t key = 0;
+    for (; key + LANES <= count; key += LANES) {
+        vec scaled = MUL(LOAD(scores + key), ALL(scale));
+        STORE(scores + key, scaled);
+        some = larger(some, scaled);
+    }
+    for (; key < count; key++) {
+        scores[key] = rounded(scores[key] * scale);
+        largest = largest < scores[key] ? scores[key] : largest;
+    }
+    float of_lanes = largest_by_halves(some);
+    return of_lanes < largest ? largest : of_lanes; /* of what isn't a number, none is larger */
+}
+
+INLINE float to_weights(const float *scores, int64_t count, float largest, uint16_t *weights) {
+    vec sums[2] = {ZERO(), ZERO()};
+    int64_t key = 0;
+    for (; key + LANES <= count; key += LANES) {
+        vec *sum = sums + key / LANES % 2, made = exponential_of_malossi(_mm512_sub_ps(LOAD(scores + key), ALL(largest)));
+        *sum = ADD(*sum, made);
+        TO_BFLOAT16(weights + key, made);
+    }
+    float total = sum_by_halves(ADD(sums[0], sums[1])), last[LANES] = {0.0f};
+    uint16_t rest[LANES];
+    for (int64_t one = key; one < count; one++) {
+        last[one - key] = expf(scores[one] - largest);
+        total += last[one - key];
+    }
+    TO_BFLOAT16(rest, LOAD(last));
+    memcpy(weights + key, rest, (size_t)(count - key) * 2);
+    return total;
+}
+
+/* Values of two keys, side by side in each lane. */
+INLINE __m512i pair_at(const uint16_t *values, int64_t size, int is_pair) {
+    __m512i one = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)values));
+    if (!is_pair)
+        return one;
+    return _mm512_or_si512(
+        one, _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(values + size))), 16));
+}
+
+/* Adds the values of some keys to `totals` `[num, size]`. `num` is a constant. */
+INLINE void add_values(uint16_t weights[][KEYS_AT_ONCE], const uint16_t *values, int64_t count, int64_t size, int num,
+                       float totals[][MOST_HEAD]) {
+    for (int64_t column = 0; column < size; column += LANES) {
+        vec total[MOST_QUERIES];
+        for (int q = 0; q < num; q++)
+            total[q] = LOAD(totals[q] + column);
+        for (int64_t group = 0; group < count; group += GROUP) {
+            vec sums[MOST_QUERIES];
+            for (int q = 0; q < num; q++)
+                sums[q] = ZERO();
+            int64_t end = group + GROUP < count ? group + GROUP : count;
+            for (int64_t key = group; key < end; key += 2) {
+                __m512i pair = pair_at(values + key * size + column, size, key + 1 < end);
+                for (int q = 0; q < num; q++) {
+                    uint32_t both = weights[q][key] | (key + 1 < end ? (uint32_t)weights[q][key + 1] << 16 : 0);
+                    sums[q] = _mm512_dpbf16_ps(sums[q], (__m512bh)pair, (__m512bh)_mm512_set1_epi32((int)both));
+                }
+            }
+            for (int q = 0; q < num; q++)
+                total[q] = ADD(total[q], sums[q]);
+        }
+        for (int q = 0; q < num; q++)
+            STORE(totals[q] + column, total[q]);
+    }
+}
+
+INLINE void attend_to(const attended *to, int num) {
+    float scores[KEYS_AT_ONCE], totals[MOST_QUERIES][MOST_HEAD], largest[MOST_QUERIES], sums[MOST_QUERIES];
+    uint16_t weights[MOST_QUERIES][KEYS_AT_ONCE];
+    int64_t size = to->size;
+    for (int q = 0; q < num; q++) {
+        largest[q] = -INFINITY, sums[q] = 0.0f;
+        for (int64_t column = 0; column < size; column += LANES)
+            STORE(totals[q] + column, ZERO());
+    }
+    for (int64_t first = 0; first < to->count; first += KEYS_AT_ONCE) {
+        int64_t count = to->count - first < KEYS_AT_ONCE ? to->count - first : KEYS_AT_ONCE;
+        for (int q = 0; q < num; q++) {
+            scores_of(to->queries + q * size, to->keys + first * size, count, size, scores);
+            float most = largest_of(scores, count, to->scale);
+            most = largest[q] > most ? largest[q] : most;
+            if (most == -INFINITY) {
+                memset(weights[q], 0, (size_t)count * 2);
+                continue;
+            }
+            float sum = to_weights(scores, count, most, weights[q]), before = expf(largest[q] - most);
+            sums[q] = fmaf(before, sums[q], sum);
+            largest[q] = most;
+            for (int64_t column = 0; first && column < size; column += LANES)
+                STORE(totals[q] + column, MUL(LOAD(totals[q] + column), ALL(before)));
+        }
+        add_values(weights, to->values + first * size, count, size, num, totals);
+    }
+    for (int q = 0; q < num; q++) {
+        float sum = sums[q] == 0.0f ? 1.0f : sums[q], factor = 1.0f / sum;
+        if (to->log_sums)
+            to->log_sums[q] = (largest[q] == -INFINITY ? 0.0f : largest[q]) + logf(sum);
+        for (int64_t column = 0; column < size; column += LANES)
+            TO_BFLOAT16(to->outputs + q * size + column, MUL(LOAD(totals[q] + column), ALL(factor)));
+    }
+}
+
+void swarmllm_attend_as_torch(const attended *to) {
+    for (int64_t first = 0; first < to->num; first += MOST_QUERIES) {
+        attended some = *to;
+        some.num = to->num - first < MOST_QUERIES ? to->num - first : MOST_QUERIES;
+        some.queries += first * to->size, some.outputs += first * to->size;
+        some.log_sums = to->log_sums ? to->log_sums + first : NULL;
+        switch (some.num) {
+            case 1: attend_to(&some, 1); break;
+            case 2: attend_to(&some, 2); break;
+            case 3: attend_to(&some, 3); break;
+            case 4: attend_to(&some, 4); break;
+        }
+    }
+}
