@@ -100,12 +100,12 @@ def test_lines_attend_so(num_threads: int, wide_llama: BlockSpan) -> None:
                 pair.check(1)
 
 
-def test_torch_attends_where_ours_has_other_bits(wide_llama: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_attends_where_ours_has_other_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(whole_attention, "is_exact", lambda *_: False)
-    pair = Pair(wide_llama)
+    blocks = load("llama", tmp_path, torch.bfloat16, "none")
+    pair = Pair(blocks)
     assert pair.packer.traces
-    recorded_line = pair.packer.forward.traced.line(wide_llama.span, torch.bfloat16)
-    assert recorded_line.attends_by_calls
+    assert pair.packer.forward.traced.line(blocks.span, torch.bfloat16).attends_by_calls
     pair.check(20)
     for _ in range(3):
         pair.check(1)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from swarmllm.models.quantization import whole_attention
 from swarmllm.models.quantization.line import Line, Rows
@@ -142,11 +143,12 @@ class ExactRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         key_heads, shared, size, value_size = sizes
         if asked.window or asked.query.dtype != torch.bfloat16 or size != value_size:
             return False
-        known = sizes, asked.scale, torch.get_num_threads()
+        known = sizes, asked.scale
         if known not in self._attentions:
-            self._attentions[known] = whole_attention.is_exact(
-                lambda *tensors: _first(function(*tensors)), key_heads, key_heads * shared, size, asked.scale
-            )
+            with _disable_current_modes():  # this isn't part of the step
+                self._attentions[known] = whole_attention.is_exact(
+                    lambda *tensors: _first(function(*tensors)), key_heads, key_heads * shared, size, asked.scale
+                )
         return self._attentions[known]
 
     def _note_call(
