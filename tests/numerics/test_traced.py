@@ -222,12 +222,13 @@ def test_many_rows_are_left_to_torch(llama: BlockSpan, monkeypatch: pytest.Monke
     assert not rows
 
 
-@pytest.mark.parametrize("faster", [Packing.TRACED, Packing.RAGGED])
+@pytest.mark.parametrize(("faster", "rows_of_lines"), [(64, [20]), (16, [10, 10]), (0, [])])
 def test_many_sessions_run_in_the_way_that_is_faster(
-    faster: Packing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    faster: int, rows_of_lines: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def chosen(ways: Sequence[Packing], measure: Callable[[Packing], float]) -> Packing:
+    def chosen(ways: Sequence[int], measure: Callable[[int], float]) -> int:
         assert min(map(measure, ways)) > 0, "all of them can be measured"
+        assert faster in ways
         return faster
 
     monkeypatch.setattr(kernels, "most_inputs", lambda _, in_strips: kernels.AT_A_TIME)
@@ -238,7 +239,7 @@ def test_many_sessions_run_in_the_way_that_is_faster(
     with lines_counted() as rows:
         assert sessions.step((1,) * 20) <= RELATIVE
         assert sessions.step((2,) * 20) <= RELATIVE
-    assert rows == ([20] if faster == Packing.TRACED else []), "with one new position each, as measured"
+    assert rows == rows_of_lines, "with one new position each, as measured"
 
 
 @pytest.mark.parametrize("limit", ["max_positions", "time"])
@@ -246,14 +247,14 @@ def test_what_cannot_be_measured_in_time_stays_as_it_is(
     limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "most_inputs", lambda _, in_strips: kernels.AT_A_TIME)
-    monkeypatch.setattr(throughput, "choose_packing", lambda *_: Packing.TRACED)
+    monkeypatch.setattr(throughput, "choose_packing", lambda ways, _: ways[0])
     blocks = load("llama", tmp_path)
     packer = Packer(blocks, right_ways(blocks))
     if limit == "max_positions":
         monkeypatch.setattr(blocks, "max_positions", 3)
     assert packer.traces
     throughput.measure_lines(packer, decode_ms_per_block=0.1 if limit == "max_positions" else 10)
-    assert packer.most_traced == 0
+    assert packer.traced_at_once == 0
 
 
 def test_many_sessions_with_rounded_inputs_run_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,7 @@ class _Measured:
     span: Span
     ways: tuple[Packing, ...]
     way: Packing
-    most_traced: int
+    traced_at_once: int
     throughput: Throughput
 
 
@@ -263,13 +263,13 @@ class SpanLoader:
         if last is not None and last.span == blocks.span:
             packer = self._packer(blocks, last.ways)
             packer.use(last.way)
-            packer.most_traced = last.most_traced
+            packer.traced_at_once = last.traced_at_once
             return packer, last.throughput
         with stage("trying how sessions can be computed together"):
             packer = self._packer(blocks, right_ways(blocks))
         choose_threads = self._config.num_threads is None and blocks.group is None
         throughput = measure_throughput(packer, choose_threads=choose_threads)
-        self._last = _Measured(blocks.span, packer.ways, packer.way, packer.most_traced, throughput)
+        self._last = _Measured(blocks.span, packer.ways, packer.way, packer.traced_at_once, throughput)
         return packer, throughput
 
     def _packer(self, blocks: BlockSpan, ways: Sequence[Packing]) -> Packer:

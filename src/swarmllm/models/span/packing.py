@@ -350,8 +350,8 @@ class Packer:
         """The way in use."""
         self.traces = Packing.TRACED in self.ways
         """True if calls of few new positions run traced, whatever the way is."""
-        self.most_traced = 0
-        """So many sessions with one new position each run traced, even where torch multiplies so many faster."""
+        self.traced_at_once = 0
+        """How many of many sessions with one new position each run traced at once; 0: many don't run traced."""
         self.moves_inputs = blocks.device.type != "cpu"
         """True if inputs may be in other memory than the blocks."""
         self.forward = PackedForward(blocks)
@@ -435,9 +435,16 @@ class Packer:
                 ways[idx] = Packing.TRACED
         outcomes: dict[int, OutputOrError] = {}
         for group, way_of_group in self._groups(calls, ways):
-            members = [calls[idx] for idx in group]
-            outcomes.update(zip(group, self._run_group(members, way_of_group), strict=True))
+            for part in self._parts(group) if way_of_group == Packing.TRACED else [group]:
+                members = [calls[idx] for idx in part]
+                outcomes.update(zip(part, self._run_group(members, way_of_group), strict=True))
         return [outcomes[idx] for idx in range(len(calls))]
+
+    def _parts(self, group: list[int]) -> Iterable[list[int]]:
+        """Parts of about the same size of calls that run traced."""
+        most = max(self.traced_at_once, self.forward.traced.most_rows)
+        num_parts = -(-len(group) // most)
+        return (group[part::num_parts] for part in range(num_parts))
 
     def _run_group(self, calls: Sequence[SessionCall], way: Packing) -> list[OutputOrError]:
         # Without fused kernels, PyTorch's own attention is the fastest for a prompt.
@@ -490,7 +497,7 @@ class Packer:
         num_rows = sum(calls[idx].inputs.batch_size * calls[idx].inputs.seq_len for idx in found)
         if num_rows <= self.forward.traced.most_rows:
             return found
-        return found if num_rows == len(found) <= self.most_traced else []
+        return found if num_rows == len(found) and self.traced_at_once else []
 
     def _is_traceable(self, call: SessionCall) -> bool:
         inputs, cache = call.inputs, call.cache

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
+from typing import TypeVar
 
 import torch
 
@@ -29,6 +30,8 @@ from swarmllm.models.span.span_cache import SpanCache
 from swarmllm.models.span.trials import random_inputs
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 PACKING_CONTEXTS = (20, 120, 8, 60)
 """Tokens in the caches of the measured sessions."""
@@ -100,9 +103,7 @@ def seconds(blocks: BlockSpan, run: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def choose_packing(
-    ways: Sequence[Packing], measure: Callable[[Packing], float], now: Callable[[], float] = time.perf_counter
-) -> Packing:
+def choose_packing(ways: Sequence[T], measure: Callable[[T], float], now: Callable[[], float] = time.perf_counter) -> T:
     """Choose the fastest of `ways` (the usually best first), by the seconds that `measure` gives for each of them."""
     deadline = now() + PACKING_BUDGET_S
     least = dict.fromkeys(ways, float("inf"))
@@ -138,8 +139,8 @@ def measure_packing(packer: Packer, decode_ms_per_block: float) -> Packing:
 
 @torch.inference_mode()
 def measure_lines(packer: Packer, decode_ms_per_block: float) -> None:
-    """Let many sessions run traced, as few do, unless the packer's way is faster for them."""
-    blocks, steps = packer.blocks, 1 + 2 * PACKING_ROUNDS
+    """Let many sessions run traced, as few do, all at once or some at a time, unless the packer's way is faster."""
+    blocks, steps = packer.blocks, 1 + 3 * PACKING_ROUNDS
     if not packer.traces or packer.forward.traced.most_rows >= MANY_SESSIONS:
         return
     if decode_ms_per_block / 1e3 * MANY_SESSIONS > MANY_S or (blocks.max_positions or steps) < steps:
@@ -147,9 +148,12 @@ def measure_lines(packer: Packer, decode_ms_per_block: float) -> None:
     span = first_blocks(blocks, 1)
     calls = [SessionCall(random_inputs(blocks, 1), span, blocks.new_cache(span)) for _ in range(MANY_SESSIONS)]
     packer.run_calls(calls, packer.way)  # lines need a position before
-    ways = (Packing.TRACED, packer.way)
-    if choose_packing(ways, lambda way: seconds(blocks, partial(packer.run_calls, calls, way))) == Packing.TRACED:
-        packer.most_traced = MANY_SESSIONS
+
+    def step_s(at_once: int) -> float:
+        packer.traced_at_once = at_once
+        return seconds(blocks, partial(packer.run_calls, calls))
+
+    packer.traced_at_once = choose_packing((MANY_SESSIONS, packer.forward.traced.most_rows, 0), step_s)
 
 
 @dataclass(frozen=True, kw_only=True)
