@@ -50,10 +50,15 @@ INLINE __m128 four_scores(const uint16_t *query, const uint16_t *keys, int64_t s
     return _mm_add_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1));
 }
 
-INLINE void scores_of(const uint16_t *query, const uint16_t *keys, int64_t count, int64_t size, float *scores) {
+/* Meanwhile, as much of what comes after is asked for. */
+INLINE void scores_of(const uint16_t *query, const uint16_t *keys, int64_t count, int64_t size, const uint16_t *next,
+                      float *scores) {
     int64_t key = 0;
-    for (; key + 4 <= count; key += 4)
+    for (; key + 4 <= count; key += 4) {
+        if (next)
+            ask((const char *)(next + key * size), 4 * size * 2);
         _mm_storeu_ps(scores + key, four_scores(query, keys + key * size, size, 4));
+    }
     for (; key < count; key++)
         _mm_store_ss(scores + key, four_scores(query, keys + key * size, size, 1));
 }
@@ -111,55 +116,64 @@ INLINE float to_weights(const float *scores, int64_t count, float largest, uint1
     return total;
 }
 
-/* Values of two keys, side by side in each lane. */
-INLINE __m512i pair_at(const uint16_t *values, int64_t size, int is_pair) {
-    __m512i one = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)values));
-    if (!is_pair)
-        return one;
-    return _mm512_or_si512(
-        one, _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(values + size))), 16));
-}
-
-/* Adds the values of some keys to `totals` `[num, size]`. `num` is a constant. */
+/* Adds the values of some keys to `totals`. `num` is a constant. Of 32 columns, four from each of 0, 8, 16, 24 on come first,
+ * and then the others: so two keys' values lie side by side after one instruction. */
 INLINE void add_values(uint16_t weights[][KEYS_AT_ONCE], const uint16_t *values, int64_t count, int64_t size, int num,
                        float totals[][MOST_HEAD]) {
-    for (int64_t column = 0; column < size; column += LANES) {
-        vec total[MOST_QUERIES];
+    for (int64_t column = 0; column < size; column += 32) {
+        int64_t columns = size - column;
+        vec lower[MOST_QUERIES], upper[MOST_QUERIES];
         for (int q = 0; q < num; q++)
-            total[q] = LOAD(totals[q] + column);
+            lower[q] = LOAD(totals[q] + column), upper[q] = LOAD(totals[q] + column + LANES);
         for (int64_t group = 0; group < count; group += GROUP) {
-            vec sums[MOST_QUERIES];
+            vec sums[MOST_QUERIES], more[MOST_QUERIES];
             for (int q = 0; q < num; q++)
-                sums[q] = ZERO();
+                sums[q] = more[q] = ZERO();
             int64_t end = group + GROUP < count ? group + GROUP : count;
             for (int64_t key = group; key < end; key += 2) {
-                __m512i pair = pair_at(values + key * size + column, size, key + 1 < end);
+                const uint16_t *from = values + key * size + column;
+                int is_pair = key + 1 < end;
+                __m512i one = columns_at(from, columns);
+                __m512i other = is_pair ? columns_at(from + size, columns) : _mm512_setzero_si512();
+                __m512bh low = (__m512bh)_mm512_unpacklo_epi16(one, other);
+                __m512bh high = (__m512bh)_mm512_unpackhi_epi16(one, other);
                 for (int q = 0; q < num; q++) {
-                    uint32_t both = weights[q][key] | (key + 1 < end ? (uint32_t)weights[q][key + 1] << 16 : 0);
-                    sums[q] = _mm512_dpbf16_ps(sums[q], (__m512bh)pair, (__m512bh)_mm512_set1_epi32((int)both));
+                    uint32_t both = weights[q][key] | (is_pair ? (uint32_t)weights[q][key + 1] << 16 : 0);
+                    __m512bh by = (__m512bh)_mm512_set1_epi32((int)both);
+                    sums[q] = _mm512_dpbf16_ps(sums[q], low, by);
+                    more[q] = _mm512_dpbf16_ps(more[q], high, by);
                 }
             }
             for (int q = 0; q < num; q++)
-                total[q] = ADD(total[q], sums[q]);
+                lower[q] = ADD(lower[q], sums[q]), upper[q] = ADD(upper[q], more[q]);
         }
         for (int q = 0; q < num; q++)
-            STORE(totals[q] + column, total[q]);
+            STORE(totals[q] + column, lower[q]), STORE(totals[q] + column + LANES, upper[q]);
     }
+}
+
+/* 16 columns of `totals`. */
+INLINE vec in_order(const float *totals, int64_t column) {
+    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    int64_t begin = column / 32 * 32;
+    __m512i from = _mm512_add_epi32(first, _mm512_set1_epi32(column > begin ? 8 : 0));
+    return _mm512_permutex2var_ps(LOAD(totals + begin), from, LOAD(totals + begin + LANES));
 }
 
 INLINE void attend_to(const attended *to, int num) {
     float scores[KEYS_AT_ONCE], totals[MOST_QUERIES][MOST_HEAD], largest[MOST_QUERIES], sums[MOST_QUERIES];
     uint16_t weights[MOST_QUERIES][KEYS_AT_ONCE];
-    int64_t size = to->size;
+    int64_t size = to->size, columns = (size + 31) / 32 * 32;
     for (int q = 0; q < num; q++) {
         largest[q] = -INFINITY, sums[q] = 0.0f;
-        for (int64_t column = 0; column < size; column += LANES)
+        for (int64_t column = 0; column < columns; column += LANES)
             STORE(totals[q] + column, ZERO());
     }
     for (int64_t first = 0; first < to->count; first += KEYS_AT_ONCE) {
         int64_t count = to->count - first < KEYS_AT_ONCE ? to->count - first : KEYS_AT_ONCE;
         for (int q = 0; q < num; q++) {
-            scores_of(to->queries + q * size, to->keys + first * size, count, size, scores);
+            scores_of(to->queries + q * size, to->keys + first * size, count, size,
+                      q == 0 ? to->values + first * size : NULL, scores);
             float most = largest_of(scores, count, to->scale);
             most = largest[q] > most ? largest[q] : most;
             if (most == -INFINITY) {
@@ -169,7 +183,7 @@ INLINE void attend_to(const attended *to, int num) {
             float sum = to_weights(scores, count, most, weights[q]), before = expf(largest[q] - most);
             sums[q] = fmaf(before, sums[q], sum);
             largest[q] = most;
-            for (int64_t column = 0; first && column < size; column += LANES)
+            for (int64_t column = 0; first && column < columns; column += LANES)
                 STORE(totals[q] + column, MUL(LOAD(totals[q] + column), ALL(before)));
         }
         add_values(weights, to->values + first * size, count, size, num, totals);
@@ -179,7 +193,7 @@ INLINE void attend_to(const attended *to, int num) {
         if (to->log_sums)
             to->log_sums[q] = (largest[q] == -INFINITY ? 0.0f : largest[q]) + logf(sum);
         for (int64_t column = 0; column < size; column += LANES)
-            TO_BFLOAT16(to->outputs + q * size + column, MUL(LOAD(totals[q] + column), ALL(factor)));
+            TO_BFLOAT16(to->outputs + q * size + column, MUL(in_order(totals[q], column), ALL(factor)));
     }
 }
 
