@@ -21,6 +21,8 @@ INLINE void add_pairs(const char *w, int64_t words, int64_t begin, int64_t end, 
             vec part[LANES];
             for (int row = 0; row < LANES; row++)
                 part[row] = some_at((const float *)w + (which * LANES + row) * words + word, num_words);
+            for (int row = 0; row < LANES; row++) /* the sums of this part keep the processor from looking ahead */
+                PREFETCH(w + ((which * LANES + row) * words + word + LANES) * 4);
             if (is_first)
                 ask(w + ((vectors + which) * LANES * words + word * LANES) * 4, LANES * LANES * 4);
             transpose(part);
