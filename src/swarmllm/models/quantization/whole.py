@@ -8,7 +8,8 @@ another sum. If none is right, or ours is slower, torch multiplies.
 
 Measured (one thread, 5632×2048 in memory, GB/s of 1, 4 and 8 inputs): bfloat16 24, 22 and 16, torch 12, 13 and 10;
 float32 24, 22 and 17, torch 19, 8 and 7. With AVX2 (Zen 4): bfloat16 22, 9 and 5, torch 22, 4.5 and 2.5; float32 24,
-26 and 13, torch 19, 7.5 and 6.5. On an Intel processor whose memory gives 17: float32 15, 13 and 11, torch 15, 7 and 5.
+26 and 13, torch 19, 7.5 and 6.5. On an Intel processor whose memory gives 17: float32 15, 13 and 11, torch 15, 7 and 5;
+bfloat16 17, 14 and 11, torch 10, 7 and 6 (weights of a block of hidden 512).
 """
 
 import ctypes
@@ -321,11 +322,9 @@ def _order_of(product: _Product, weight: Tensor, *, is_hard: bool) -> _How | Non
         if not candidates:
             return None
     measured = next(num for num in MEASURED if num >= product.num_inputs)
-    found = (
-        min(candidates, key=lambda how: _seconds_in_cache(how, measured, dtype))
-        if len(candidates) > 1
-        else candidates[0]
-    )
+    found = candidates[0]
+    if len(candidates) > 1 and measured > 1:  # a single input takes the time in which memory is read
+        found = min(candidates, key=lambda how: _seconds_in_cache(how, measured, dtype))
     return found if _is_faster(dtype, measured, found, product.num_threads) else None
 
 
