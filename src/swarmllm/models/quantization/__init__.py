@@ -10,6 +10,7 @@
                  among strips.h, for weights that are arranged for it (`packed.InStrips`); the fastest way to multiply
                  on this processor
     whole        products with weights as they are, with torch's bits but faster, by whole.h
+    whole_attention  attention of one position, with torch's bits but faster, by whole_attention.h
     step         a decode step as a line of operations
     line         runs it on CPUs, by step.h
     cuda         products on CUDA: the matrices that the next one takes

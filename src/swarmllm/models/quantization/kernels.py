@@ -103,12 +103,9 @@ def library() -> Any:
     found.swarmllm_dequantize.argtypes = (
         ctypes.c_int64, ctypes.POINTER(_Weight), ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p
     )  # fmt: skip
-    found.swarmllm_round_inputs.argtypes = (
-        ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p
-    )  # fmt: skip
-    found.swarmllm_round.argtypes = (
-        ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p
-    )  # fmt: skip
+    number, address = ctypes.c_int64, ctypes.c_void_p
+    found.swarmllm_round_inputs.argtypes = (number, address, number, number, address)
+    found.swarmllm_round.argtypes = (number, number, address, number, address)
     found.swarmllm_multiply_rounded.argtypes = found.swarmllm_multiply.argtypes
     found.swarmllm_multiply_strips.argtypes = found.swarmllm_multiply.argtypes[1:]
     found.swarmllm_prepare_inputs.argtypes = (
