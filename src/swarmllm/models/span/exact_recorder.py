@@ -3,7 +3,7 @@
 Sums depend on the order of their additions, and functions such as `exp` on the library that computes them. So torch
 computes these when the line runs, too: they become `Call`s. What is left has one right result for each number, such as
 sums of two numbers, or square roots, and runs in C. So do sums, `silu` and `sigmoid` of usual sizes, whose way in torch
-is known (`step.h`), if some results are torch's here.
+is known (`step.h`), and attention in bfloat16 (`whole_attention`), if some results are torch's here.
 """
 
 import functools
