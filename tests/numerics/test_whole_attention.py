@@ -23,6 +23,15 @@ def is_here() -> bool:
     return not line.why_no_steps() and bool(kernels.library().swarmllm_can_attend_as_torch(kernels.level()))
 
 
+def check_that_it_is_torchs(size: int) -> None:
+    """Skip where torch isn't known to attend in the same way."""
+    if whole_attention._is_torchs(size):
+        return
+    is_known = torch.__version__.startswith("2.13.") and "GenuineIntel" in Path("/proc/cpuinfo").read_text()
+    assert not is_known, f"other bits than torch's with heads of {size}"
+    pytest.skip("torch attends in another way here")
+
+
 needs_it = pytest.mark.skipif(not is_here(), reason="needs AVX-512 with instructions for bfloat16")
 
 
@@ -38,20 +47,18 @@ def of_torch(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Ten
 @given(
     length=st.one_of(st.integers(1, 70), st.sampled_from((255, 511, 512, 513, 520, 600, 1024, 1025, 2000))),
     key_heads=st.integers(1, 3),
-    shared=st.integers(1, 9),
+    shared=st.integers(2, 9),
     size=st.sampled_from((16, 32, 48, 64, 80, 96, 112, 128, 240, 256)),
     magnitude=st.sampled_from((0.0, 0.01, 1.0, 4.0, 100.0)),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_the_bits_are_torchs(length: int, key_heads: int, shared: int, size: int, magnitude: float, seed: int) -> None:
-    if not whole_attention._is_torchs(size):
-        pytest.skip("torch attends in another way here")
+    check_that_it_is_torchs(size)
     generator = torch.Generator().manual_seed(seed)
     queries = (torch.randn(key_heads * shared, size, generator=generator) * magnitude).bfloat16()
     keys, values = (torch.randn(key_heads, length, size, generator=generator).bfloat16() for _ in range(2))
     outputs, _ = whole_attention.attend(queries, keys, values, 0.3)
-    if key_heads * shared > 1:
-        assert torch.equal(outputs, of_torch(queries, keys, values, 0.3))
+    assert torch.equal(outputs, of_torch(queries, keys, values, 0.3))
 
 
 @needs_it
@@ -59,8 +66,7 @@ def test_the_bits_are_torchs(length: int, key_heads: int, shared: int, size: int
 @pytest.mark.parametrize("of", ["queries", "keys", "values"])
 @pytest.mark.parametrize("length", [1, 5, 16, 40, 530])
 def test_numbers_out_of_the_ordinary(number: float, of: str, length: int) -> None:
-    if not whole_attention._is_torchs(64):
-        pytest.skip("torch attends in another way here")
+    check_that_it_is_torchs(64)
     generator = torch.Generator().manual_seed(length)
     given = {
         "queries": torch.randn(4, 64, generator=generator).bfloat16(),
@@ -93,8 +99,8 @@ def test_lines_attend_so(num_threads: int, wide_llama: BlockSpan) -> None:
             assert pair.packer.traces
             operations = pair.packer.forward.traced.line(wide_llama.span, torch.bfloat16).recorded.operations
             kinds = [one.kind for one in operations]
-            if whole_attention._is_torchs(64):
-                assert kinds.count(Kind.ATTEND_AS_TORCH) == len(wide_llama.span)
+            check_that_it_is_torchs(64)
+            assert kinds.count(Kind.ATTEND_AS_TORCH) == len(wide_llama.span)
             pair.check(before)
             for _ in range(14):
                 pair.check(1)
@@ -105,7 +111,7 @@ def test_torch_attends_where_ours_has_other_bits(tmp_path: Path, monkeypatch: py
     blocks = load("llama", tmp_path, torch.bfloat16, "none")
     pair = Pair(blocks)
     assert pair.packer.traces
-    assert pair.packer.forward.traced.line(blocks.span, torch.bfloat16).attends_by_calls
+    assert pair.packer.forward.traced.line(blocks.span, torch.bfloat16).attends_by_calls(1)
     pair.check(20)
     for _ in range(3):
         pair.check(1)
@@ -118,9 +124,27 @@ def test_another_attention_is_noticed() -> None:
     def scaled(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         return functional.scaled_dot_product_attention(query, keys, values, scale=0.2, enable_gqa=True).transpose(1, 2)
 
-    if not whole_attention._is_torchs(64):
-        pytest.skip("torch attends in another way here")
+    check_that_it_is_torchs(64)
     assert whole_attention.is_exact(scaled, 2, 4, 64, 0.2)
     assert not whole_attention.is_exact(scaled, 2, 4, 64, 0.201)
     assert not whole_attention.is_exact(scaled, 1, 1, 64, 0.2), "torch's threads may compute parts of a single head"
     assert not whole_attention.is_exact(scaled, 2, 4, 72, 0.2), "not whole vectors"
+
+
+@pytest.mark.parametrize("window", [40, 100])
+@pytest.mark.parametrize("quant_type", ["none", "int8"])
+def test_a_cache_that_keeps_fewer_positions_than_masks_show(window: int, quant_type: str, tmp_path: Path) -> None:
+    """transformers makes one for a config with a window that its model doesn't know."""
+    config = tiny_config("llama")
+    config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim = 96, 6, 2, 64
+    config.sliding_window = window
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    pair = Pair(load("llama", tmp_path, torch.bfloat16, quant_type))
+    assert pair.packer.traces
+    pair.check(window - 5) if quant_type == "none" else pair.step(window - 5)
+    for _ in range(12):
+        got, expected = pair.step(1)
+        if quant_type == "none":
+            assert torch.equal(got, expected)
+        else:
+            torch.testing.assert_close(got, expected, rtol=0.1, atol=0.1)

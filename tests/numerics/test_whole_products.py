@@ -72,13 +72,17 @@ def test_tiny_numbers(exponents: tuple[int, int], sign: int, monkeypatch: pytest
     monkeypatch.setattr(whole, "_found", {})
     monkeypatch.setattr(whole, "_known", {})
     monkeypatch.setattr(whole, "_seconds_in_cache", lambda how, *_: sign * how.order)
-    module, normal = hastened(96, 512, torch.bfloat16), torch.finfo(torch.float32).tiny
+    module, normal = hastened(96, 3072, torch.bfloat16, bias=True), torch.finfo(torch.float32).tiny
     of_weight, of_inputs = exponents
     module.weight.data *= 2.0**of_weight
+    module.bias.data.copy_(torch.linspace(-normal, normal, 96))
     with torch.inference_mode():
         for num_inputs in range(1, MOST_INPUTS + 1):
-            inputs = (torch.randn(num_inputs, 512) * 2.0**of_inputs).bfloat16()
-            assert torch.equal(module(inputs), F.linear(inputs, module.weight))
+            inputs = (torch.randn(num_inputs, 3072) * 2.0**of_inputs).bfloat16()
+            assert torch.equal(module(inputs), F.linear(inputs, module.weight, module.bias))
+            few = torch.zeros(num_inputs, 3072).bfloat16()
+            few[:, [0, 1024, 2048]] = torch.tensor([1.5, -1, 1]).bfloat16() * normal * 2.0**-of_weight
+            assert torch.equal(module(few), F.linear(few, module.weight, module.bias)), "sums of blocks"
             assert torch.full((4,), normal / 2).sum() == 2 * normal, "afterwards they are as they were"
     if kernels.library().swarmllm_has_order(kernels.level(), True, Order.IN_PAIRS) and taken(module):
         orders = {how.order for product, how in whole._found.items() if how and product.num_inputs > 1}

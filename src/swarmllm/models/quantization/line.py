@@ -25,7 +25,7 @@ QUERIES = 4
 MOST_KEPT = 8
 """Numbers of rows for which a line keeps its calls."""
 FEW_ROWS = 4
-"""Without products, these take some microseconds, so that Python's lock needn't be let go."""
+"""Without products and attention, these take some microseconds, so that Python's lock needn't be let go."""
 
 
 class _Place(ctypes.Structure):
@@ -132,7 +132,7 @@ class Rows:
     most_seen: int
     """Most positions that a row attends to."""
     sessions: Sequence[tuple[int, Sequence[tuple[Tensor, Tensor]]]] = ()
-    """For lines that `attend_by_calls`: the number of rows of each session, and of each block its keys and values
+    """If the line `attends_by_calls`: the number of rows of each session, and of each block its keys and values
     `[rows, heads, positions, head]`, those of the new position included."""
 
 
@@ -236,9 +236,14 @@ class Line:
         return any(one.call is not None for one in self.recorded.operations)
 
     @functools.cached_property
-    def attends_by_calls(self) -> bool:
+    def _attending(self) -> set[int]:
+        """The operations by which torch attends, or could."""
+        calls = ((idx, one.call) for idx, one in enumerate(self.recorded.operations))
+        return {idx for idx, call in calls if call is not None and call.attends}
+
+    def attends_by_calls(self, num_rows: int) -> bool:
         """True if torch attends in some blocks."""
-        return any(one.call is not None and one.call.attends for one in self.recorded.operations)
+        return bool(self._attending) and not self._plan(num_rows).in_c >= self._attending
 
     def _run_in_parts(self, step: _Step, rows: Rows, outputs: Tensor) -> None:
         """Run in turns what C and what torch computes; `step` says where and for which rows."""
@@ -260,7 +265,8 @@ class Line:
 
     def _run_some(self, step: _Step, rows: Rows, plan: _Plan, first: int, end: int) -> None:
         level, at_step, calls = kernels.level(), ctypes.addressof(step), self._calls_of(step)
-        run = _functions()[2] if plan.kept or step.num_rows > FEW_ROWS else _run_holding_lock()
+        takes_long = plan.kept or step.num_rows > FEW_ROWS or not plan.in_c.isdisjoint(self._attending)
+        run = _functions()[2] if takes_long else _run_holding_lock()
         for start, stop, called in self._split(first, end, plan.in_c):
             if start < stop:
                 run(level, at_step, start, stop)
@@ -291,6 +297,8 @@ class Line:
                     wholes[idx] = _WholeProduct(ctypes.addressof(found), None if bias is None else bias.data_ptr())
                     kept.append(found)
                     in_c.add(idx)
+            if kept:  # otherwise no other thread helps
+                in_c.update(idx for idx in self._attending if operations[idx].kind != Kind.CALL)
             _forget_oldest(self._plans)
             self._plans[key] = _Plan(wholes, frozenset(in_c), tuple(kept))
         return self._plans[key]

@@ -6,9 +6,9 @@
  *
  *   CHAINED     column after column, in blocks of columns: a product of matrices of MKL, in blocks of 192; and oneDNN's in
  *               bfloat16, by an instruction that adds two columns
+ *   IN_PAIRS    the same in bfloat16, without that instruction: whole_pairs.h
  *   FOURS       four sums, each of every fourth column: MKL for two or three inputs, whose processor isn't Intel's
  *   FOURS_LATE  the same, after one to four columns up to an address that is a multiple of 16: MKL for one input
- *   IN_PAIRS    the same as the latter, without that instruction, see whole_pairs.h
  *   EIGHTS      eight times eight sums: torch's own product in bfloat16 on AVX2
  * And MKL on Intel's processors, in float32:
  *

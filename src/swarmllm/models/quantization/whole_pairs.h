@@ -8,6 +8,13 @@
 #define PAIRS_AT_ONCE 12  /* inputs: with the weights, all in registers */
 #define TINY_IS_ZERO 0x8040u /* of the register of settings: numbers and results below the smallest normal one are 0 */
 
+/* The compiler moves no computation of these sums from one side to the other. */
+INLINE void stay_here(vec sums[][VECTORS_OF_ROWS], int num, int vectors) {
+    for (int input = 0; input < num; input++)
+        for (int which = 0; which < vectors; which++)
+            __asm__ volatile("" : "+v"(sums[input][which]));
+}
+
 /* Words, which are pairs of columns, [begin, end) of `vectors` times LANES rows from `w` on; adds to `total`. */
 INLINE void add_pairs(const char *w, int64_t words, int64_t begin, int64_t end, const float *inputs, int num, int vectors,
                       int is_first, vec total[][VECTORS_OF_ROWS]) {
@@ -15,6 +22,9 @@ INLINE void add_pairs(const char *w, int64_t words, int64_t begin, int64_t end, 
     for (int input = 0; input < num; input++)
         for (int which = 0; which < vectors; which++)
             sums[input][which] = ZERO();
+    unsigned settings = _mm_getcsr();
+    _mm_setcsr(settings | TINY_IS_ZERO); /* as in the instruction; not in what is added to its sums */
+    stay_here(sums, num, vectors);
     for (int64_t word = begin; word < end; word += LANES) {
         int num_words = end - word < LANES ? (int)(end - word) : LANES;
         for (int which = 0; which < vectors; which++) {
@@ -45,6 +55,9 @@ INLINE void add_pairs(const char *w, int64_t words, int64_t begin, int64_t end, 
             }
         }
     }
+    stay_here(sums, num, vectors);
+    _mm_setcsr(settings);
+    stay_here(sums, num, vectors);
     for (int input = 0; input < num; input++)
         for (int which = 0; which < vectors; which++)
             total[input][which] = ADD(total[input][which], sums[input][which]);
@@ -84,8 +97,6 @@ static void in_pairs(const whole *w, const float *bias, int64_t start, int64_t e
                      char *outputs) {
     int64_t vectors = end - start < VECTORS_OF_ROWS * LANES ? 1 : VECTORS_OF_ROWS, rows = vectors * LANES;
     int64_t turns = (num + PAIRS_AT_ONCE - 1) / PAIRS_AT_ONCE;
-    unsigned settings = _mm_getcsr();
-    _mm_setcsr(settings | TINY_IS_ZERO);
     for (int64_t row = start; row < end; row += rows) {
         int64_t first = row + rows <= end ? row : end - rows; /* some rows twice, with the same result */
         for (int64_t turn = 0; turn < turns; turn++) {
@@ -108,6 +119,5 @@ static void in_pairs(const whole *w, const float *bias, int64_t start, int64_t e
             }
         }
     }
-    _mm_setcsr(settings);
 }
 #endif

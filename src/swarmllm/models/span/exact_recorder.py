@@ -121,14 +121,11 @@ class ExactRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             self._note_call(read, out, partial(_product, matrix=matrix.detach(), bias=bias))
         return True
 
-    def _attend(self, asked: Asked, output: Tensor, sizes: tuple[int, int, int, int], block: int) -> None:
+    def _attend(self, asked: Asked, kept: int, output: Tensor, sizes: tuple[int, int, int, int], block: int) -> None:
         if self._attention != "sdpa":
             raise UnsupportedStepError("the model's own attention isn't PyTorch's")
         attend = partial(usual_sdpa(), asked.module)
         options = {name: value for name, value in asked.options.items() if not isinstance(value, Tensor)}
-        if self._attends_as_torch(asked, partial(attend, attention_mask=None, **options), sizes):
-            self._attend_in_c(Kind.ATTEND_AS_TORCH, asked, output, sizes, block)
-            return
 
         def within_window(queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, None]:
             mask = _window_mask(asked.window, len(queries), keys.shape[-2])
@@ -136,14 +133,19 @@ class ExactRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             return result
 
         function = within_window if asked.window else partial(attend, attention_mask=None, **options)
+        if not asked.window and not kept and self._attends_as_torch(asked, function, sizes):
+            self._attend_in_c(Kind.ATTEND_AS_TORCH, asked, 0, output, sizes, block)
+            call = Call(function, (self._seen(asked.query[0]),), self._seen(output[0]), True)
+            self.operations[-1] = replace(self.operations[-1], call=call)
+            return
         self._note_call([asked.query[0]], output[0], function, block=block)
 
     def _attends_as_torch(self, asked: Asked, function: Callable[..., Any], sizes: tuple[int, int, int, int]) -> bool:
         """True if C gives the results of the model's attention."""
         key_heads, shared, size, value_size = sizes
-        if asked.window or asked.query.dtype != torch.bfloat16 or size != value_size:
+        if asked.query.dtype != torch.bfloat16 or size != value_size:
             return False
-        known = sizes, asked.scale
+        known = sizes, asked.scale, repr(asked.options)
         if known not in self._attentions:
             with _disable_current_modes():  # this isn't part of the step
                 self._attentions[known] = whole_attention.is_exact(

@@ -140,11 +140,13 @@ class PackedForward:
         positions: list[int] = []
         sessions: list[tuple[int, list[tuple[Tensor, Tensor]]]] = []
         most_seen = 0
+        num_rows = sum(shape[0] * shape[1] for shape in shapes)
+        by_calls = line.attends_by_calls(num_rows)
         for call in calls:
             seq_len, rows = call.inputs.seq_len, call.inputs.batch_size
             of_blocks = call.cache.extend(seq_len)
             most_seen = max(most_seen, *(one.start + seq_len for one in of_blocks))
-            if line.attends_by_calls:
+            if by_calls:
                 sessions.append((rows, [one.seen() for one in of_blocks]))
             for row in range(rows):
                 places = [(one.addresses(row), one.start) for one in of_blocks]

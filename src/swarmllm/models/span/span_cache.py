@@ -405,6 +405,12 @@ class SpanCache(PhantomCache):
             for layer in self._hosted_layers()
         )
 
+    @property
+    def windows(self) -> dict[int, int]:
+        """The last positions that each block's keys and values are of; 0: all of them. Masks may hide more."""
+        windows = [getattr(layer, "sliding_window", 0) or 0 for layer in self._hosted_layers()]
+        return dict(zip(self.span, windows, strict=True))
+
     @torch.inference_mode()
     def extend(self, num_positions: int) -> list[StoredRows]:
         """Make room for new positions in all hosted blocks; the caller writes their keys and values, then calls

@@ -282,10 +282,11 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             view = self.whole(rows, 2)
             self.operations.append(Operation(kind, (1, 1, *rows.shape), view, view, block=block))
 
-    def record_attention(self, asked: Asked, shapes: tuple[int, int, int], block: int) -> Tensor:
+    def record_attention(self, asked: Asked, shapes: tuple[int, int, int], block: int, kept: int) -> Tensor:
         """Called by the cache; returns zeros `[1, 1, heads, head]` as the output for a query of one position.
 
-        `shapes`: heads of keys, and the sizes of a head of keys and of values.
+        `shapes`: heads of keys, and the sizes of a head of keys and of values. `kept`: the last positions that the
+        block's cache keeps; 0: all.
         """
         key_heads, key_size, value_size = shapes
         num_heads = asked.query.shape[1]
@@ -293,21 +294,22 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise UnsupportedStepError("queries and keys of unlike sizes")
         output = asked.query.new_zeros(1, 1, num_heads, value_size)
         self.new_value(output)
-        self._attend(asked, output, (key_heads, num_heads // key_heads, key_size, value_size), block)
+        self._attend(asked, kept, output, (key_heads, num_heads // key_heads, key_size, value_size), block)
         return output
 
-    def _attend(self, asked: Asked, output: Tensor, sizes: tuple[int, int, int, int], block: int) -> None:
-        self._attend_in_c(Kind.ATTEND, asked, output, sizes, block)
+    def _attend(self, asked: Asked, kept: int, output: Tensor, sizes: tuple[int, int, int, int], block: int) -> None:
+        window = min((one for one in (asked.window, kept) if one), default=0)
+        self._attend_in_c(Kind.ATTEND, asked, window, output, sizes, block)
 
     def _attend_in_c(
-        self, kind: Kind, asked: Asked, output: Tensor, sizes: tuple[int, int, int, int], block: int
+        self, kind: Kind, asked: Asked, window: int, output: Tensor, sizes: tuple[int, int, int, int], block: int
     ) -> None:
         one = self.whole(asked.query[0, :, 0], 2)
         one = View(one.storage, one.offset, (0, *one.strides[2:], 0))
         self.operations.append(
             Operation(
                 kind, sizes, self.whole(output, 2), one, rounds=output.dtype == torch.bfloat16,
-                number=asked.scale, block=block, window=asked.window,
+                number=asked.scale, block=block, window=window,
             )
         )  # fmt: skip
 

@@ -41,6 +41,8 @@ class _RecordedCache(PagedBatch):
     """The model's cache while its step is recorded."""
 
     recorder: StepRecorder
+    kept: dict[int, int]
+    """Positions that each block's cache keeps; 0: all."""
     _shapes: tuple[int, int, int]
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
@@ -53,7 +55,7 @@ class _RecordedCache(PagedBatch):
 
     def attend(self, asked: Asked) -> Tensor:
         """Record the attention to the block that was updated last."""
-        return self.recorder.record_attention(asked, self._shapes, self.block_idx)
+        return self.recorder.record_attention(asked, self._shapes, self.block_idx, self.kept[self.block_idx])
 
 
 class TracedSteps:
@@ -139,7 +141,7 @@ def _record(paged: PagedAttention, span: Span, dtype: torch.dtype) -> Line:
     for tensor in (hidden, position):
         recorder.new_value(tensor)
     cache = _RecordedCache(blocks.stack.config, blocks.slots.first)
-    cache.recorder = recorder
+    cache.recorder, cache.kept = recorder, blocks.new_cache(span).windows
     inputs = BlockInputs(hidden_states=hidden, batch_size=1, seq_len=1, position_ids=position)
     try:
         with paged.attending(cache), kernels.products_recorded(recorder.record_product), recorder:
