@@ -37,7 +37,7 @@ INLINE __m256 folded(vec lanes) {
     return _mm256_add_ps(_mm512_castps512_ps256(lanes), _mm512_extractf32x8_ps(lanes, 1));
 }
 
-/* Scores of four keys, by one query. */
+/* Scores of `count` keys, at most four, by one query. */
 INLINE __m128 four_scores(const uint16_t *query, const uint16_t *keys, int64_t size, int count) {
     vec sums[4] = {ZERO(), ZERO(), ZERO(), ZERO()};
     for (int64_t column = 0; column < size; column += 32) {

@@ -1,6 +1,7 @@
 /* The order IN_PAIRS of whole.h, which includes this file: CHAINED in bfloat16, by two fused products in place of the
- * instruction that adds two columns. It consists of the two, the odd column first, and takes tiny numbers and sums for 0. On
- * Intel's processors it takes as long as four of them (measured), so for several inputs this is faster. These are in float32. */
+ * instruction that adds two columns. It consists of the two, the odd column first, and takes tiny numbers and sums for 0.
+ * On Intel's processors it takes as long as four of them (measured), so for several inputs this is faster. These are in
+ * float32. */
 #if LEVEL == 4
 #include <xmmintrin.h>
 
