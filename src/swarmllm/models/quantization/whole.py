@@ -84,7 +84,7 @@ class Order(IntEnum):
 
 
 TAKE_FLOATS = (Order.EIGHTS, Order.IN_PAIRS)
-"""Of these, inputs are in float32."""
+"""Orders that take inputs in float32, whatever the weights are."""
 IN_BLOCKS = (Order.CHAINED, Order.TWOS, Order.IN_PAIRS)
 
 

@@ -19,7 +19,7 @@ LENGTHS = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 48, 63, 100, 131, 257, 512, 513, 52
 """Keys. Groups of 8, vectors of 16 and pieces of 512 keys, and what is left over."""
 TRIALS = 6
 MOST_SIZE, MULTIPLE = 256, 16
-"""Of the size of a head."""
+"""The largest size of a head, and a number that divides all sizes."""
 Function = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention `[1, heads, 1, size]`, of keys and values `[1, key heads, keys, size]`, to `[1, 1, heads, size]`."""
 

@@ -133,23 +133,26 @@ class ExactRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             return result
 
         function = within_window if asked.window else partial(attend, attention_mask=None, **options)
-        if not asked.window and not kept and self._attends_as_torch(asked, function, sizes):
+        may_be_in_c = not asked.window and not kept and asked.query.dtype == torch.bfloat16
+        if may_be_in_c and self._attends_as_torch(function, sizes, asked.scale, options):
             self._attend_in_c(Kind.ATTEND_AS_TORCH, asked, 0, output, sizes, block)
             call = Call(function, (self._seen(asked.query[0]),), self._seen(output[0]), True)
             self.operations[-1] = replace(self.operations[-1], call=call)
             return
         self._note_call([asked.query[0]], output[0], function, block=block)
 
-    def _attends_as_torch(self, asked: Asked, function: Callable[..., Any], sizes: tuple[int, int, int, int]) -> bool:
-        """True if C gives the results of the model's attention."""
+    def _attends_as_torch(
+        self, function: Callable[..., Any], sizes: tuple[int, int, int, int], scale: float, options: dict[str, Any]
+    ) -> bool:
+        """True if C gives the results of the model's attention, `function` with these options."""
         key_heads, shared, size, value_size = sizes
-        if asked.query.dtype != torch.bfloat16 or size != value_size:
+        if size != value_size:
             return False
-        known = sizes, asked.scale, repr(asked.options)
-        if known not in self._attentions:
-            with _disable_current_modes():  # this isn't part of the step
+        with _disable_current_modes():  # the trial isn't part of the step
+            known = sizes, scale, repr(options)
+            if known not in self._attentions:
                 self._attentions[known] = whole_attention.is_exact(
-                    lambda *tensors: _first(function(*tensors)), key_heads, key_heads * shared, size, asked.scale
+                    lambda *tensors: _first(function(*tensors)), key_heads, key_heads * shared, size, scale
                 )
         return self._attentions[known]
 
