@@ -11,6 +11,7 @@ import pytest
 import torch
 from swarm_in_process import CLIENT, Blocks, InProcessSwarm, Reference, Server
 
+from swarmllm.client.session import chain
 from swarmllm.client.session.in_flight import InFlight
 from swarmllm.client.session.inference_session import InferenceSession
 from swarmllm.client.session.open_route import Hop, OpenRoute
@@ -73,6 +74,29 @@ def test_a_step_behind_one_that_fails_and_that_nobody_wants(
         session.abandon()
         assert torch.allclose(session.step(right), reference.step(right), atol=1e-4)
     assert failed
+    assert swarm.view.counts[PeerTimeoutError.code] == 0
+
+
+def test_no_memory_for_a_step_that_is_sent_ahead(
+    blocks: Blocks, swarm: InProcessSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller has been told, and sends something else; what was under way before it stays under way."""
+    reference = Reference(blocks.all)
+    text, first, lost, second = (torch.randn(1, length, blocks.all.embedding_dim) for length in (5, 2, 4, 3))
+
+    def no_memory(inputs: BlockInputs) -> BlockInputs:
+        raise MemoryError("no room for a copy")
+
+    with swarm.session() as session:
+        assert torch.allclose(session.step(text), reference.step(text), atol=1e-4)
+        session.send(BlockInputs(hidden_states=first, batch_size=1, seq_len=2), position=5)
+        with monkeypatch.context() as patches, pytest.raises(MemoryError):
+            patches.setattr(chain, "owned", no_memory)
+            session.send(BlockInputs(hidden_states=lost, batch_size=1, seq_len=4), position=7)
+        session.send(BlockInputs(hidden_states=second, batch_size=1, seq_len=3), position=7)
+        for given in (first, second):
+            assert torch.allclose(session.receive(), reference.step(given), atol=1e-4)
+        assert session.position == 10
     assert swarm.view.counts[PeerTimeoutError.code] == 0
 
 

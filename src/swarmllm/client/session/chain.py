@@ -413,6 +413,9 @@ class Chain:
                     await self._send_step(step)
                 except PeerError:
                     self._in_flight.is_linked = False  # receive() repairs, and sends it again
+                except BaseException:  # no memory for a copy, say: nobody will receive it
+                    self._in_flight.abandon(self._ahead.pop())
+                    raise
 
     async def _receive(self) -> Tensor:
         async with self._busy:
