@@ -28,13 +28,13 @@
 #define GROUP 32            /* columns that share a step */
 #define WORDS 8             /* of 4 columns, in a group */
 #define TOGETHER 4          /* inputs, whose sums fit into the registers */
+#define MOST_TOGETHER 8     /* the same of what has been opened: strips_opened.h */
 #define TOGETHER_EXACT (LEVEL == 4 ? 4 : 2) /* the same of inputs of three digits: AVX2 has fewer registers */
 #define AHEAD 12288         /* bytes, into the second cache */
 #define AHEAD_FIRST 2048    /* the same into the first one */
 #define AHEAD_OF_LITTLE 384 /* if there is little to compute */
-#define COLUMNS_AT_ONCE 1024 /* of many inputs: of some inputs, they stay in the first cache */
-#define INPUTS_AT_ONCE 64   /* whose columns, of 256 KB, stay in the second one */
 #define PARTS (SIDE / LANES) /* of a strip: what one register holds of its rows */
+#define MOST_PARTS 2        /* multiplied at once */
 #define UNROLLED _Pragma("GCC unroll 8") /* so that sums stay in registers */
 #define LARGEST 8355711.0f  /* whose three digits are 127 */
 
@@ -47,6 +47,13 @@ typedef struct {
 } prepared;
 
 enum share { FIRST_HALF, SECOND_HALF, BOTH };
+
+/* A group of the rows of MOST_PARTS registers, ready to be multiplied by many inputs. */
+typedef struct {
+    uint8_t ALIGNED codes[WORDS][MOST_PARTS][4 * LANES];
+    float scale[2][MOST_PARTS][LANES]; /* of each half, or of both */
+    float least[MOST_PARTS][LANES];
+} opened;
 
 /* ---------------------------------------------------------------- whole numbers */
 
@@ -168,28 +175,53 @@ void OF_VERSION(prepare_inputs)(const weight *w, const float *inputs, int64_t nu
 
 /* ---------------------------------------------------------------- products */
 
-/* What is multiplied at once: `num` inputs of `digits` digits by a strip. Both are constants where this is called. */
+/* A pass over a strip, or over what is opened of it, with some inputs. */
 typedef struct {
-    int num, digits;
     const prepared *inputs;
     int64_t step;         /* from input to input */
     const uint8_t *ahead; /* to be asked for next, so many bytes with each group */
     int64_t bytes_ahead;
     int64_t twice; /* whether what comes soon is asked for, too */
-    part sums[TOGETHER][PARTS];
+    float *outputs; /* of the first input */
+    int64_t stride;
+    int64_t is_first; /* outputs have no sums yet */
+} pass;
+
+/* What is multiplied at once: `num` inputs of `digits` digits by `parts` registers of rows. The three, and whether there
+ * is a `to`, are constants where this is called. */
+typedef struct {
+    int num, digits, parts;
+    pass of;
+    opened *to; /* if this isn't NULL, groups are opened there, from part `first` on, and not multiplied */
+    int64_t first;
+    part sums[MOST_TOGETHER][MOST_PARTS];
 } products;
 
 typedef struct {
-    whole of[TOGETHER][3][PARTS];
-    whole in_16_bits[TOGETHER][3][PARTS]; /* what isn't added to them yet */
+    whole of[MOST_TOGETHER][3][MOST_PARTS];
+    whole in_16_bits[MOST_TOGETHER][3][MOST_PARTS]; /* what isn't added to them yet */
 } group_sums;
 
 #define EACH(i, count) UNROLLED for (int i = 0; i < (count); i++)
 
+INLINE products begun(int num, int digits, int parts, const pass *of) {
+    products p = {.num = num, .digits = digits, .parts = parts, .of = *of};
+    EACH(n, num)
+        EACH(i, parts)
+            p.sums[n][i] = of->is_first ? all_of(0.0f) : load_part(of->outputs + n * of->stride + LANES * i);
+    return p;
+}
+
+INLINE void end_pass(const products *p) {
+    EACH(n, p->num)
+        EACH(i, p->parts)
+            memcpy(p->of.outputs + n * p->of.stride + LANES * i, &p->sums[n][i], sizeof(part));
+}
+
 INLINE void begin_group(const products *p, int share, group_sums *sums) {
     EACH(n, p->num)
-        EACH(i, PARTS) {
-            const prepared *input = p->inputs + n * p->step;
+        EACH(i, p->parts) {
+            const prepared *input = p->of.inputs + n * p->of.step;
             sums->of[n][0][i] = WIDE(set1_epi32)(input->low[share]);
             sums->of[n][1][i] = WIDE(set1_epi32)(0);
             sums->of[n][2][i] = WIDE(set1_epi32)(input->high[share]);
@@ -204,12 +236,14 @@ INLINE whole at_once(whole sum) { /* GCC would put additions off until all are l
 }
 
 INLINE void add_word(const products *p, int word, const whole *codes, group_sums *sums) {
+    EACH(i, p->to ? p->parts : 0)
+        memcpy(p->to->codes[word][p->first + i], &codes[i], sizeof(whole));
     EACH(n, p->num)
         EACH(digit, p->digits) {
             int32_t four;
-            memcpy(&four, p->inputs[n * p->step].digits[digit] + 4 * word, sizeof four);
+            memcpy(&four, p->of.inputs[n * p->of.step].digits[digit] + 4 * word, sizeof four);
             whole numbers = WIDE(set1_epi32)(four);
-            EACH(i, PARTS) {
+            EACH(i, p->parts) {
 #ifdef VNNI
                 whole *to = &sums->of[n][digit][i];
                 *to = plus_products(*to, codes[i], numbers);
@@ -228,7 +262,7 @@ INLINE void settle(const products *p, int words, int bits, group_sums *sums) {
         return;
     EACH(n, p->num)
         EACH(digit, p->digits)
-            EACH(i, PARTS) {
+            EACH(i, p->parts) {
                 whole *pairs = &sums->in_16_bits[n][digit][i], *to = &sums->of[n][digit][i];
                 *to = at_once(WIDE(add_epi32)(*to, WIDE(madd_epi16)(*pairs, WIDE(set1_epi16)(1))));
                 *pairs = WIDE(set1_epi32)(0);
@@ -238,33 +272,37 @@ INLINE void settle(const products *p, int words, int bits, group_sums *sums) {
 #endif
 }
 
-INLINE void end_group(products *p, const part *scale, const group_sums *sums) {
+INLINE void end_group(products *p, int share, const part *scale, const group_sums *sums) {
+    EACH(i, p->to ? p->parts : 0)
+        memcpy(p->to->scale[share == SECOND_HALF][p->first + i], &scale[i], sizeof(part));
     EACH(n, p->num)
-        EACH(i, PARTS) {
+        EACH(i, p->parts) {
             part *to = &p->sums[n][i], total = floats_of(sums->of[n][0][i]);
             if (p->digits > 1) {
                 whole low = WIDE(add_epi32)(WIDE(slli_epi32)(sums->of[n][1][i], 8), sums->of[n][0][i]);
                 total = plus_parts(floats_of(sums->of[n][2][i]), all_of(65536.0f), floats_of(low));
             }
-            *to = plus_parts(total, scale[i] * all_of(p->inputs[n * p->step].step), *to);
+            *to = plus_parts(total, scale[i] * all_of(p->of.inputs[n * p->of.step].step), *to);
         }
 }
 
 INLINE void add_least(products *p, const part *least) {
+    EACH(i, p->to ? p->parts : 0)
+        memcpy(p->to->least[p->first + i], &least[i], sizeof(part));
     EACH(n, p->num)
-        EACH(i, PARTS) {
+        EACH(i, p->parts) {
             part *to = &p->sums[n][i];
-            *to = plus_parts(least[i], all_of(p->inputs[n * p->step].total), *to);
+            *to = plus_parts(least[i], all_of(p->of.inputs[n * p->of.step].total), *to);
         }
 }
 
 /* Ask for what comes later: group by group, since processors wait for few lines of memory at once. */
-INLINE void ask_ahead(products *p) {
-    const uint8_t *at = p->ahead;
-    p->ahead += p->bytes_ahead;
-    for (; at < p->ahead; at += 64) {
+INLINE void ask_ahead(pass *of) {
+    const uint8_t *at = of->ahead;
+    of->ahead += of->bytes_ahead;
+    for (; at < of->ahead; at += 64) {
         PREFETCH_SECOND(at);
-        if (p->twice)
+        if (of->twice)
             PREFETCH(at - AHEAD + AHEAD_FIRST);
     }
 }
@@ -301,7 +339,7 @@ INLINE void add_small_block(int kind, const uint8_t *at, products *p) {
         add_word(p, k, codes, &sums);
         settle(p, k + 1, has_fifths ? 5 : 4, &sums);
     }
-    end_group(p, scale, &sums);
+    end_group(p, BOTH, scale, &sums);
 }
 
 /* Scales and minima of group g of blocks of Q4_K or Q5_K, of 6 bits each, in 12 bytes; `at`: those of a part's rows. */
@@ -343,7 +381,7 @@ INLINE void add_k_group(int kind, const uint8_t *at, int g, int is_odd, products
         add_word(p, k, codes, &sums);
         settle(p, k + 1, kind == Q5_K ? 5 : 4, &sums);
     }
-    end_group(p, scale, &sums);
+    end_group(p, BOTH, scale, &sums);
 }
 
 INLINE void add_q6_group(const uint8_t *at, int g, products *p) {
@@ -364,7 +402,7 @@ INLINE void add_q6_group(const uint8_t *at, int g, products *p) {
         EACH(i, PARTS)
             scale[i] = codes_of_part((const int8_t *)scales + SIDE * (2 * g + half) + LANES * i) *
                        HALF_OF_ROWS(scales, 8, i);
-        end_group(p, scale, &sums);
+        end_group(p, half, scale, &sums);
     }
 }
 
@@ -373,8 +411,8 @@ INLINE void add_strip(int kind, const uint8_t *strip, const uint8_t *stop, produ
              : kind == Q8_0 ? 34 : kind == Q4_K ? 144 : kind == Q5_K ? 176 : 210;
     int groups = kind == Q4_K || kind == Q5_K || kind == Q6_K ? 8 : 1;
     for (; strip < stop; strip += SIDE * size)
-        for (int g = 0; g < groups; g++, p->inputs++) {
-            ask_ahead(p);
+        for (int g = 0; g < groups; g++, p->of.inputs++) {
+            ask_ahead(&p->of);
             if (kind == Q6_K)
                 add_q6_group(strip, g, p);
             else if (groups == 1)
@@ -383,20 +421,17 @@ INLINE void add_strip(int kind, const uint8_t *strip, const uint8_t *stop, produ
                 add_k_group(kind, strip, g, 1, p);
             else
                 add_k_group(kind, strip, g, 0, p);
+            p->to += p->to ? 1 : 0;
         }
 }
 
 /* A function for each kind and number of inputs and digits, so that GCC keeps all sums in registers. */
-typedef void products_of(const uint8_t *, const uint8_t *, const prepared *, int64_t, const uint8_t *, int64_t,
-                         int64_t, part (*)[PARTS]);
+typedef void products_of(const uint8_t *, const uint8_t *, const pass *);
 #define OF(kind, num, digits)                                                                                \
-    APART void strip_##kind##_##num##_##digits(const uint8_t *strip, const uint8_t *stop, const prepared *inputs, \
-                                               int64_t step, const uint8_t *ahead, int64_t bytes_ahead,     \
-                                               int64_t twice, part(*sums)[PARTS]) {                          \
-        products p = {num, digits, inputs, step, ahead, bytes_ahead, twice, {{{0}}}};                        \
-        memcpy(p.sums, sums, num * sizeof *sums);                                                            \
+    APART void strip_##kind##_##num##_##digits(const uint8_t *strip, const uint8_t *stop, const pass *of) {    \
+        products p = begun(num, digits, PARTS, of);                                                           \
         add_strip(kind, strip, stop, &p);                                                                    \
-        memcpy(sums, p.sums, num * sizeof *sums);                                                            \
+        end_pass(&p);                                                                                         \
     }
 #define EACH_ROUNDED(of, kind) of(kind, 1, 1) of(kind, 2, 1) of(kind, 3, 1) of(kind, 4, 1)
 #if LEVEL == 4
@@ -427,59 +462,48 @@ static products_of *products_for(int kind, int64_t num, int rounds) {
     }
 }
 
-/* Add the products of some columns of a strip to the outputs of the inputs [start, stop). `next`: what is multiplied after
- * it.
+/* Add the products of some columns of a strip to the outputs of `num` inputs; `all` is what all passes have in common.
  *
  * A processor shouldn't wait for memory while it might multiply, so what comes later is brought into the second cache. With
- * a single pass over a strip, what comes soon is brought into the first one, too; several passes share in asking for the
- * next strip. If there is little to compute, and blocks are read in their order, processors ask for most by themselves, and
- * need only the next bytes. Zen 4, weights in memory, beside 2048 bytes ahead into the first cache: one input 1.05 to 1.5
- * times as fast, 8 inputs of three digits 1.2 times, of one digit 2 times.
+ * a single pass over a strip, what comes soon is brought into the first one, too; two passes share in asking for the next
+ * strip. If there is little to compute, and blocks are read in their order, processors ask for most by themselves, and need
+ * only the next bytes. Zen 4, weights in memory, beside 2048 bytes ahead into the first cache: one input 1.05 to 1.5 times
+ * as fast, 8 inputs of three digits 1.2 times, of one digit 2 times.
  */
-INLINE void add_inputs(const weight *w, const uint8_t *strip, int64_t columns, const uint8_t *next, const prepared *inputs,
-                       int64_t start, int64_t stop, int is_first, float *outputs, int64_t stride) {
-    int64_t step = w->columns / GROUP, groups = columns / GROUP, bytes = SIDE * row_bytes(w) * groups / step;
-    int64_t together = w->rounds_inputs ? TOGETHER : TOGETHER_EXACT, passes = (stop - start + together - 1) / together;
-    int is_little = stop - start == 1 && (w->rounds_inputs || bytes >= SIDE * columns) && w->codes_kind < Q2_K;
-    int64_t bytes_ahead = (bytes / groups + passes - 1) / passes, some;
-    const uint8_t *ahead = passes > 1 ? next : strip + (is_little ? AHEAD_OF_LITTLE : AHEAD);
-    for (int64_t n = start; n < stop; n += some, ahead += bytes_ahead * groups) {
-        part sums[TOGETHER][PARTS] = {{{0}}};
-        some = stop - n < together ? stop - n : together;
-        for (int64_t one = 0; !is_first && one < some; one++)
-            memcpy(sums[one], outputs + (n + one) * stride, sizeof sums[one]);
-        products_for(w->codes_kind, some, w->rounds_inputs != 0)(strip, strip + bytes, inputs + n * step, step, ahead,
-                                                                 bytes_ahead, passes == 1 && !is_little, sums);
-        for (int64_t one = 0; one < some; one++)
-            memcpy(outputs + (n + one) * stride, sums[one], sizeof sums[one]);
+INLINE void add_few(const weight *w, const uint8_t *strip, const uint8_t *next, int64_t num, const pass *all) {
+    int64_t bytes = SIDE * row_bytes(w), groups = w->columns / GROUP;
+    int64_t together = w->rounds_inputs ? TOGETHER : TOGETHER_EXACT, passes = (num + together - 1) / together, some;
+    int is_little = num == 1 && (w->rounds_inputs || bytes >= SIDE * w->columns) && w->codes_kind < Q2_K;
+    pass one = *all;
+    one.bytes_ahead = (bytes / groups + passes - 1) / passes, one.twice = passes == 1 && !is_little;
+    one.ahead = passes > 1 ? next : strip + (is_little ? AHEAD_OF_LITTLE : AHEAD);
+    for (int64_t n = 0; n < num; n += some, one.ahead += one.bytes_ahead * groups) {
+        some = num - n < together ? num - n : together;
+        one.inputs = all->inputs + n * all->step, one.outputs = all->outputs + n * all->stride;
+        products_for(w->codes_kind, some, w->rounds_inputs != 0)(strip, strip + bytes, &one);
     }
 }
+
+#include "strips_opened.h"
 
 /* outputs[n, row] = inputs[n, :] . weight[row, :] for the rows [start, end), multiples of SIDE; `stride`: floats of a row
  * of outputs. */
 void OF_VERSION(multiply_strips)(const weight *w, int64_t start, int64_t end, const void *inputs, int64_t num,
                                  float *outputs, int64_t stride) {
-    int64_t bytes = row_bytes(w);
-    for (int64_t first = 0; first < num; first += INPUTS_AT_ONCE) { /* whose columns stay in a cache for all rows */
-        int64_t stop = num - first < INPUTS_AT_ONCE ? num : first + INPUTS_AT_ONCE, columns;
-        int64_t most = stop - first > TOGETHER ? COLUMNS_AT_ONCE : w->columns;
-        for (int64_t column = 0; column < w->columns; column += columns) {
-            const uint8_t *strips = w->codes + SIDE * bytes * column / w->columns, *strip, *next;
-            columns = w->columns - column < most ? w->columns - column : most;
-            for (int64_t row = start; row < end; row += SIDE) {
-                strip = strips + row * bytes;
-                next = row + SIDE < end ? strip + SIDE * bytes : strips + start * bytes + SIDE * bytes * columns / w->columns;
-                add_inputs(w, strip, columns, next, (const prepared *)inputs + column / GROUP, first, stop, column == 0,
-                           outputs + row, stride);
-            }
-        }
-        for (int64_t row = start; w->codes_kind == INT8 && row < end; row += SIDE) {
-            float scales[SIDE];
+    int64_t bytes = SIDE * row_bytes(w), few = num < least_opened(w) ? end - start : (end - start) % OPENED_ROWS;
+    pass all = {.inputs = inputs, .step = w->columns / GROUP, .stride = stride, .is_first = 1};
+    multiply_opened(w, start, end - few, num, outputs, &all);
+    for (int64_t row = end - few; row < end; row += SIDE) {
+        const uint8_t *strip = w->codes + row / SIDE * bytes, *next = row + SIDE < end ? strip + bytes : strip;
+        all.outputs = outputs + row;
+        add_few(w, strip, next, num, &all);
+    }
+    for (int64_t row = start; w->codes_kind == INT8 && row < end; row += SIDE) {
+        float scales[SIDE];
+        for (int r = 0; r < SIDE; r++)
+            scales[r] = scale_of(w, row + r, 0);
+        for (int64_t n = 0; n < num; n++)
             for (int r = 0; r < SIDE; r++)
-                scales[r] = scale_of(w, row + r, 0);
-            for (int64_t n = first; n < stop; n++)
-                for (int r = 0; r < SIDE; r++)
-                    outputs[n * stride + row + r] *= scales[r];
-        }
+                outputs[n * stride + row + r] *= scales[r];
     }
 }
