@@ -90,9 +90,10 @@ def test_no_memory_for_a_step_that_is_sent_ahead(
     with swarm.session() as session:
         assert torch.allclose(session.step(text), reference.step(text), atol=1e-4)
         session.send(BlockInputs(hidden_states=first, batch_size=1, seq_len=2), position=5)
-        with monkeypatch.context() as patches, pytest.raises(MemoryError):
+        with monkeypatch.context() as patches:
             patches.setattr(chain, "owned", no_memory)
-            session.send(BlockInputs(hidden_states=lost, batch_size=1, seq_len=4), position=7)
+            with pytest.raises(MemoryError):
+                session.send(BlockInputs(hidden_states=lost, batch_size=1, seq_len=4), position=7)
         session.send(BlockInputs(hidden_states=second, batch_size=1, seq_len=3), position=7)
         for given in (first, second):
             assert torch.allclose(session.receive(), reference.step(given), atol=1e-4)

@@ -2,6 +2,7 @@
 
 import socket
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -136,6 +137,39 @@ def test_numbers_that_are_none_and_zeros_stay_with_their_input(kind: int | None)
     assert found[[0, 2]].isnan().all()
     assert (found[4] == 0).all()
     assert torch.equal(found[[1, 3, 5, 6, 7, 8]], expected[[1, 3, 5, 6, 7, 8]])
+
+
+@pytest.mark.parametrize("is_asked_far", [True, False])
+def test_what_is_asked_for_ahead_changes_no_product(
+    kind: int | None, is_asked_far: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(4)
+    weight = row_by_row(kind, 48, 2 * block(kind), generator, torch.float32).for_device(CPU)
+    inputs = torch.randn(1, weight.shape[1], generator=generator)
+    expected = weight._matrix().multiply(inputs)
+    monkeypatch.setattr(kernels, "asks_far", lambda: is_asked_far)
+    assert weight._matrix()._weight.asks_far == is_asked_far
+    assert torch.equal(weight._matrix().multiply(inputs), expected)
+
+
+@only_with_strips
+@pytest.mark.parametrize(
+    "seconds", [[1.0, 2.0, 3.0, 2.0], [4.0, 2.0, 1.0, 2.0], [2.0, 1.0, 2.0, 3.0], [2.0, 3.0, 4.0, 1.0]]
+)
+def test_the_faster_way_is_found_in_turns(seconds: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fastest of each way counts; far ahead is the second and the fourth."""
+    measured = iter(seconds)
+
+    def least_s(do: Callable[[], object]) -> float:
+        do()
+        return next(measured)
+
+    monkeypatch.setattr(kernels, "least_s", least_s)
+    kernels.asks_far.cache_clear()
+    try:
+        assert kernels.asks_far() == (min(seconds[1::2]) < min(seconds[::2]))
+    finally:
+        kernels.asks_far.cache_clear()
 
 
 @only_with_int8

@@ -466,14 +466,15 @@ static products_of *products_for(int kind, int64_t num, int rounds) {
  *
  * A processor shouldn't wait for memory while it might multiply, so what comes later is brought into the second cache. With
  * a single pass over a strip, what comes soon is brought into the first one, too; two passes share in asking for the next
- * strip. If there is little to compute, and blocks are read in their order, processors ask for most by themselves, and need
- * only the next bytes. Zen 4, weights in memory, beside 2048 bytes ahead into the first cache: one input 1.05 to 1.5 times
- * as fast, 8 inputs of three digits 1.2 times, of one digit 2 times.
+ * strip. If there is little to compute, and blocks are read in their order, some processors ask for most by themselves, and
+ * need only the next bytes; kernels.py measures it (`asks_far`). Zen 4, weights in memory, beside 2048 bytes ahead into the
+ * first cache: one input 1.05 to 1.5 times as fast, 8 inputs of three digits 1.2 times, of one digit 2 times. Emerald Rapids,
+ * one input: far ahead 1.4 times as fast as the next bytes.
  */
 INLINE void add_few(const weight *w, const uint8_t *strip, const uint8_t *next, int64_t num, const pass *all) {
     int64_t bytes = SIDE * row_bytes(w), groups = w->columns / GROUP;
     int64_t together = w->rounds_inputs ? TOGETHER : TOGETHER_EXACT, passes = (num + together - 1) / together, some;
-    int is_little = num == 1 && (w->rounds_inputs || bytes >= SIDE * w->columns) && w->codes_kind < Q2_K;
+    int is_little = !w->asks_far && num == 1 && (w->rounds_inputs || bytes >= SIDE * w->columns) && w->codes_kind < Q2_K;
     pass one = *all;
     one.bytes_ahead = (bytes / groups + passes - 1) / passes, one.twice = passes == 1 && !is_little;
     one.ahead = passes > 1 ? next : strip + (is_little ? AHEAD_OF_LITTLE : AHEAD);

@@ -14,6 +14,7 @@ typedef struct {
     int32_t zero_kind;
     int32_t rounds_inputs;       /* whether steps (step.h) and strips.h multiply by inputs of 8 bits */
     int32_t in_strips;           /* 0, or the version of strips.h for codes in strips */
+    int32_t asks_far;            /* whether strips.h asks for memory far ahead even if there is little to compute */
     const uint8_t *codes;        /* [rows, bytes of a row], or as many bytes in strips */
     const void *scale;           /* [rows, groups]; GGUF's are among the codes */
     const void *zero;            /* [rows, groups] or NULL */
