@@ -126,6 +126,14 @@ def test_they_are_the_same_weights_and_products(
             assert torch.equal(found._matrix().multiply_rounded(one), rounded[alone : alone + 1])
 
 
+def test_rounded_inputs_are_faster_for_all_shapes(kind: int | None) -> None:
+    """Row by row, those whose columns fill pieces badly are not."""
+    columns = block(kind) * (18 if block(kind) == 32 else 3)
+    rows = row_by_row(kind, 32, columns, torch.Generator().manual_seed(0), torch.float32)
+    assert rows.for_device(CPU).can_round_inputs(faster=True)
+    assert rows.can_round_inputs(faster=True) == (columns == 768)
+
+
 def test_numbers_that_are_none_and_zeros_stay_with_their_input(kind: int | None) -> None:
     generator = torch.Generator().manual_seed(1)
     matrix = row_by_row(kind, 32, 512, generator, torch.float32).for_device(CPU)

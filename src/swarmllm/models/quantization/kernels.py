@@ -387,6 +387,10 @@ class MatrixInStrips(Matrix):
         return outputs
 
     @property
+    def is_faster_rounded(self) -> bool:
+        return self.takes_rounded  # there are no pieces to fill
+
+    @property
     def floats_of_input(self) -> int:
         return self.columns  # a group of 32 takes 128 bytes
 
@@ -517,9 +521,12 @@ def asks_far() -> bool:
             columns, blocks = 3584, codes.view(torch.uint8)
             ways.append(MatrixInStrips(blocks, gguf=(Q4_0, columns), is_asked_far=far).multiply_rounded)
     inputs = torch.ones(1, columns)
-    # In turns, as other programs come and go.
-    (near_s, far_s), (again_s, far_again_s) = [[least_s(functools.partial(way, inputs)) for way in ways] for _ in "12"]
-    return min(far_s, far_again_s) < min(near_s, again_s)
+
+    def turn() -> list[float]:
+        return [least_s(functools.partial(way, inputs)) for way in ways]
+
+    (near_s, far_s), (near_again_s, far_again_s) = turn(), turn()  # as other programs come and go
+    return min(far_s, far_again_s) < min(near_s, near_again_s)
 
 
 def _by_torch_s(codes: Tensor, dtype: torch.dtype, num_inputs: int) -> float:
