@@ -1,11 +1,13 @@
 """Into what pieces a batch goes, and a prompt."""
 
 import pytest
+import torch
 
 from swarmllm.client.batches.batch_runner import MICRO_BATCHES_PER_HOP, MIN_TOKENS, micro_batch_tokens
-from swarmllm.client.session.chain import CHUNK_S, chunk_tokens
+from swarmllm.client.session.chain import CHUNK_S, LEAST_CHUNK_S, chunk_tokens, prompt_chunk_tokens
 from swarmllm.config import ClientConfig
 from swarmllm.data_structures import RouteHop, ServerInfo, Span
+from swarmllm.models.boundary.block_inputs import BlockInputs
 
 
 def route(*batch_tokens: int, most: int = 8192, throughput: float = 1e5) -> list[RouteHop]:
@@ -45,3 +47,30 @@ def test_micro_batches_are_many_and_each_worth_a_request(num_tokens: int, hops: 
 )
 def test_chunks_of_prompts_are_worth_a_forward_unless_links_are_slow(hops: list[RouteHop], expected: int) -> None:
     assert chunk_tokens(hops, ClientConfig()) == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "hops", "expected"),
+    [
+        ((1, 1), route(0, 0), 1),
+        ((1, 63), route(0, 0, throughput=0), 63),
+        ((1, 64), route(0, 0, throughput=0), 32),
+        ((1, 128), route(0, 0, throughput=0), 32),
+        ((1, 127), route(0, 0, throughput=0), 43),
+        ((1, 128), route(0, throughput=0), 128),
+        ((1, 300), route(*[0] * 3, throughput=0), 50),
+        ((1, 128), route(*[0] * 20, throughput=0), 32),
+        ((3, 100), route(0, 0, 0, 0, throughput=0), 39),
+        ((100, 2), route(0, 0, 0, 0, throughput=0), 100),
+        ((200, 1), route(0, 0, 0, 0, throughput=0), 128),
+        ((1, 1000), route(0, 0, throughput=0), 128),
+        ((1, 128), route(0, 0, throughput=100 / LEAST_CHUNK_S), 128),
+        ((1, 400), route(0, 200), 200),
+        ((1, 300), route(0, 200), 200),
+    ],
+)
+def test_a_prompt_keeps_all_servers_busy(shape: tuple[int, int], hops: list[RouteHop], expected: int) -> None:
+    """Unless its steps would be too short, for the messages or for a GPU; the longest ones are as before."""
+    batch_size, seq_len = shape
+    inputs = BlockInputs(hidden_states=torch.zeros(batch_size, seq_len, 1), batch_size=batch_size, seq_len=seq_len)
+    assert prompt_chunk_tokens(inputs, hops, ClientConfig()) == expected
