@@ -298,7 +298,7 @@ class ClientConfig(SwarmConfig):
     """Most routes over which one forward or backward is split. The routes may share servers."""
     prefill_chunk_tokens: int = in_file(128)
     """Most tokens (batch × seq) of one prefill step. A prompt passes through the servers as a pipeline of such steps,
-    two for each of several servers or more, if a step has 32 tokens. Measured in benchmarks/inference.py: shorter steps
+    two for each of several servers or more, if a step has 64 tokens. Measured in benchmarks/inference.py: shorter steps
     fill the pipeline better, longer ones compute faster. GPUs that need more tokens get longer steps, up to
     `max_batch_tokens`."""
     max_batch_tokens: int = in_file(1024)

@@ -138,8 +138,9 @@ def prompt_after(swarm: InProcessSwarm, first: int, deaths: dict[int, int]) -> l
     return Steps(200, [(1, 1)] * 10, 1).outputs(swarm, deaths)
 
 
-def test_pages_of_other_texts_are_pieces_of_a_prompt(short_blocks: Blocks) -> None:
+def test_pages_of_other_texts_are_pieces_of_a_prompt(short_blocks: Blocks, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
+    monkeypatch.setattr(chain, "LEAST_CHUNK_TOKENS", 256)  # so the client sends the prompt as a whole
     for deaths in ({}, {6: 1}):
         with swarm_of(short_blocks, LAYOUTS[1], prefill_chunk_tokens=256) as swarm:
             pages_of(swarm)
@@ -149,8 +150,11 @@ def test_pages_of_other_texts_are_pieces_of_a_prompt(short_blocks: Blocks) -> No
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_a_prompt_that_was_computed_in_pieces_beside_other_texts(short_blocks: Blocks, place: int) -> None:
+def test_a_prompt_that_was_computed_in_pieces_beside_other_texts(
+    short_blocks: Blocks, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The replacement has no other texts, and would compute the prompt as a whole."""
+    monkeypatch.setattr(chain, "LEAST_CHUNK_TOKENS", 256)  # so the client sends the prompt as a whole
     scheduler = short_blocks.device_thread._scheduler
     usual, found = scheduler.budget, []
     for deaths in ({}, {6: place}):

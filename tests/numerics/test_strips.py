@@ -180,6 +180,19 @@ def test_the_faster_way_is_found_in_turns(seconds: list[float], monkeypatch: pyt
         kernels.asks_far.cache_clear()
 
 
+@only_with_strips
+def test_without_memory_to_try_it_nothing_is_asked_for_far_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(tensor: Tensor) -> Tensor:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(kernels, "into_huge_pages", no_memory)
+    kernels.asks_far.cache_clear()
+    try:
+        assert not kernels.asks_far()
+    finally:
+        kernels.asks_far.cache_clear()
+
+
 @only_with_int8
 def test_all_three_digits_are_exact() -> None:
     """Each row takes one column, and 24 bits have room for all these numbers."""

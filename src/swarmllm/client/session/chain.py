@@ -71,9 +71,10 @@ CHUNK_S = 0.25
 links, which the announced throughput includes, short chunks keep a pipeline of servers busier."""
 CHUNKS_PER_SERVER = 2
 """Chunks of a prompt for each of several servers, so that they work at once. Measured (two servers of one thread, 128
-tokens, times that of one chunk, 2 and 4 chunks): hidden 2048 × 16 in Q4_K 0.77 and 0.66, SmolLM2 0.84 and 0.84."""
-LEAST_CHUNK_TOKENS = 32
-"""Fewest tokens of such a chunk. Measured (one matrix in q4_k): per token, 32 take 1.1 times as long as 128."""
+tokens in two chunks, times that of one): hidden 2048 × 16 in Q4_K 0.77, SmolLM2 and hidden 512 × 8 in float32 0.85."""
+LEAST_CHUNK_TOKENS = 64
+"""Fewest tokens of such a chunk: with fewer, servers that share pages of 64 tokens (`prefix_cache`) would compute what
+they have. Two chunks of 64 take 1.02 times the processor time of one of 128 (measured, one matrix in q4_k)."""
 LEAST_CHUNK_S = 0.01
 """The same in time on one server. Measured: 8 blocks take 2 to 5 ms longer in two chunks."""
 STEPS_AT_ONCE = 32
@@ -421,7 +422,9 @@ class Chain:
                 except PeerError:
                     self._in_flight.is_linked = False  # receive() repairs, and sends it again
                 except BaseException:  # no memory for a copy, say: nobody will receive it
-                    self._in_flight.abandon(self._ahead.pop())
+                    if step in self._ahead:  # it has not been abandoned meanwhile
+                        self._ahead.remove(step)
+                        self._in_flight.abandon(step)
                     raise
 
     async def _receive(self) -> Tensor:

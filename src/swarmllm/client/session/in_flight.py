@@ -263,7 +263,7 @@ class InFlight:
         self.remove(step)
         error = None if done.cancelled() else done.exception()
         if error is not None:
-            for other in tuple(self._steps.values()):  # all of them come behind it
+            for other in tuple(self._steps.values()):  # those before it, if any, are sent again with the others
                 other.fail(error)
 
     # ------------------------------------------------------------------ answers, called by the connections

@@ -2,7 +2,7 @@
 
 `kernels.c` is built when swarmllm is installed. If the compiler was missing, or the processor lacks the instructions,
 `library()` is None, and torch multiplies. The fastest of the exact ways to multiply on this processor is measured when
-it is first needed, in some 50 ms each: a table of processors would be the alternative. Used by all forms of packed
+it is first needed, in 50 to 150 ms each: a table of processors would be the alternative. Used by all forms of packed
 weights.
 """
 
@@ -30,10 +30,10 @@ logger = logging.getLogger(__name__)
 ROUNDED = 32
 """Neighbours in an input that share a scale when they are rounded to 8 bits."""
 PIECE_COLUMNS = 512
-"""Columns that `int8_products.h` multiplies at a time; fewer take as long."""
+"""Columns that `int8_products.h` multiplies at a time, row by row; fewer take as long."""
 WELL_FILLED = 0.75
-"""Share of columns in their pieces from which rounded inputs are faster. Measured with 576 columns in two pieces: 128
-inputs take 1.3 times as long as exact ones in bfloat16; with 2048 in four, 0.84 times."""
+"""Share of columns in their pieces from which rounded inputs are faster, row by row. Measured with 576 columns in two
+pieces: 128 inputs take 1.3 times as long as exact ones in bfloat16; with 2048 in four, 0.84 times."""
 AT_A_TIME = 16
 """Inputs that the kernels multiply by rows which they have decoded once."""
 WORTH_A_THREAD = 1 << 20
@@ -354,7 +354,7 @@ class MatrixInStrips(Matrix):
         gguf: tuple[int, int] | None = None,
         is_asked_far: bool | None = None,
     ) -> None:
-        """`is_asked_far`: as `asks_far`, if it isn't that."""
+        """`is_asked_far`: in place of `asks_far()`, which is measured."""
         if codes.shape[0] % STRIP:  # the kernels would read beyond the end
             raise ValueError(f"{codes.shape[0]} rows aren't whole strips of {STRIP}")
         if not has_strips(None if gguf is None else gguf[0]):
@@ -505,13 +505,16 @@ def torch_multiplies_int8_faster() -> bool:
 
 @functools.cache
 def asks_far() -> bool:
-    """True if a product of one input is faster when strips ask for memory far ahead.
+    """True if a product of one input is faster when strips ask for memory far ahead; False without 50 MB to try it.
 
     Measured (Emerald Rapids, one thread): 2.1 ms with the next bytes alone, 1.8 far ahead; a step of 4 blocks of hidden
     2048 in int8 16.5 and 11.3. On Zen 4 it is the other way round (`strips.h`).
     """
-    # In huge pages, as in blocks. What they are copied from takes no memory, as nothing was written to it.
-    codes = into_huge_pages(torch.empty(COLD_ROWS, 2016, dtype=torch.int8)).fill_(1)
+    try:
+        # In huge pages, as in blocks. What they are copied from takes no memory, as nothing was written to it.
+        codes = into_huge_pages(torch.empty(COLD_ROWS, 2016, dtype=torch.int8)).fill_(1)
+    except (OSError, MemoryError, RuntimeError):  # torch raises the last one
+        return False
     ways: list[Callable[[Tensor], Tensor]] = []
     for far in (False, True):
         if has_strips():

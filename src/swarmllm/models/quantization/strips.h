@@ -28,11 +28,13 @@
 #define GROUP 32            /* columns that share a step */
 #define WORDS 8             /* of 4 columns, in a group */
 #define TOGETHER 4          /* inputs, whose sums fit into the registers */
-#define MOST_TOGETHER 8     /* the same of what has been opened: strips_opened.h */
+#define MOST_TOGETHER 8     /* at most, of what has been opened: strips_opened.h */
 #define TOGETHER_EXACT (LEVEL == 4 ? 4 : 2) /* the same of inputs of three digits: AVX2 has fewer registers */
 #define AHEAD 12288         /* bytes, into the second cache */
 #define AHEAD_FIRST 2048    /* the same into the first one */
 #define AHEAD_OF_LITTLE 384 /* if there is little to compute */
+#define COLUMNS_OF_MANY 1024 /* inputs: of some of them, they stay in the first cache */
+#define INPUTS_OF_MANY 64   /* whose columns, of 256 KB, stay in the second one */
 #define PARTS (SIDE / LANES) /* of a strip: what one register holds of its rows */
 #define MOST_PARTS 2        /* multiplied at once */
 #define UNROLLED _Pragma("GCC unroll 8") /* so that sums stay in registers */
@@ -175,23 +177,22 @@ void OF_VERSION(prepare_inputs)(const weight *w, const float *inputs, int64_t nu
 
 /* ---------------------------------------------------------------- products */
 
-/* A pass over a strip, or over what is opened of it, with some inputs. */
+/* What passes over some columns of some strips have in common. What differs is in arguments: it is written right before. */
 typedef struct {
-    const prepared *inputs;
-    int64_t step;         /* from input to input */
-    const uint8_t *ahead; /* to be asked for next, so many bytes with each group */
-    int64_t bytes_ahead;
-    int64_t twice; /* whether what comes soon is asked for, too */
-    float *outputs; /* of the first input */
-    int64_t stride;
+    int64_t step;     /* from input to input */
+    int64_t stride;   /* floats of a row of outputs */
     int64_t is_first; /* outputs have no sums yet */
-} pass;
+    int64_t twice;    /* what comes soon is asked for, too */
+} passes;
 
-/* What is multiplied at once: `num` inputs of `digits` digits by `parts` registers of rows. The three, and whether there
- * is a `to`, are constants where this is called. */
+/* A pass: what is multiplied at once, `num` inputs of `digits` digits by `parts` registers of rows. The three, and whether
+ * there is a `to`, are constants where this is called. */
 typedef struct {
     int num, digits, parts;
-    pass of;
+    const prepared *inputs;
+    int64_t step;
+    const uint8_t *ahead; /* what is asked for next: `bytes_ahead` with each group */
+    int64_t bytes_ahead, twice;
     opened *to; /* if this isn't NULL, groups are opened there, from part `first` on, and not multiplied */
     int64_t first;
     part sums[MOST_TOGETHER][MOST_PARTS];
@@ -204,24 +205,25 @@ typedef struct {
 
 #define EACH(i, count) UNROLLED for (int i = 0; i < (count); i++)
 
-INLINE products begun(int num, int digits, int parts, const pass *of) {
-    products p = {.num = num, .digits = digits, .parts = parts, .of = *of};
+INLINE products begin_pass(int num, int digits, int parts, const prepared *inputs, const uint8_t *ahead,
+                           int64_t bytes_ahead, const float *outputs, const passes *all) {
+    products p = {num, digits, parts, inputs, all->step, ahead, bytes_ahead, all->twice, NULL, 0, {{{0}}}};
     EACH(n, num)
         EACH(i, parts)
-            p.sums[n][i] = of->is_first ? all_of(0.0f) : load_part(of->outputs + n * of->stride + LANES * i);
+            p.sums[n][i] = all->is_first ? all_of(0.0f) : load_part(outputs + n * all->stride + LANES * i);
     return p;
 }
 
-INLINE void end_pass(const products *p) {
+INLINE void end_pass(const products *p, float *outputs, const passes *all) {
     EACH(n, p->num)
         EACH(i, p->parts)
-            memcpy(p->of.outputs + n * p->of.stride + LANES * i, &p->sums[n][i], sizeof(part));
+            memcpy(outputs + n * all->stride + LANES * i, &p->sums[n][i], sizeof(part));
 }
 
 INLINE void begin_group(const products *p, int share, group_sums *sums) {
     EACH(n, p->num)
         EACH(i, p->parts) {
-            const prepared *input = p->of.inputs + n * p->of.step;
+            const prepared *input = p->inputs + n * p->step;
             sums->of[n][0][i] = WIDE(set1_epi32)(input->low[share]);
             sums->of[n][1][i] = WIDE(set1_epi32)(0);
             sums->of[n][2][i] = WIDE(set1_epi32)(input->high[share]);
@@ -236,12 +238,12 @@ INLINE whole at_once(whole sum) { /* GCC would put additions off until all are l
 }
 
 INLINE void add_word(const products *p, int word, const whole *codes, group_sums *sums) {
-    EACH(i, p->to ? p->parts : 0)
+    for (int i = 0; p->to && i < p->parts; i++)
         memcpy(p->to->codes[word][p->first + i], &codes[i], sizeof(whole));
     EACH(n, p->num)
         EACH(digit, p->digits) {
             int32_t four;
-            memcpy(&four, p->of.inputs[n * p->of.step].digits[digit] + 4 * word, sizeof four);
+            memcpy(&four, p->inputs[n * p->step].digits[digit] + 4 * word, sizeof four);
             whole numbers = WIDE(set1_epi32)(four);
             EACH(i, p->parts) {
 #ifdef VNNI
@@ -273,7 +275,7 @@ INLINE void settle(const products *p, int words, int bits, group_sums *sums) {
 }
 
 INLINE void end_group(products *p, int share, const part *scale, const group_sums *sums) {
-    EACH(i, p->to ? p->parts : 0)
+    for (int i = 0; p->to && i < p->parts; i++)
         memcpy(p->to->scale[share == SECOND_HALF][p->first + i], &scale[i], sizeof(part));
     EACH(n, p->num)
         EACH(i, p->parts) {
@@ -282,27 +284,27 @@ INLINE void end_group(products *p, int share, const part *scale, const group_sum
                 whole low = WIDE(add_epi32)(WIDE(slli_epi32)(sums->of[n][1][i], 8), sums->of[n][0][i]);
                 total = plus_parts(floats_of(sums->of[n][2][i]), all_of(65536.0f), floats_of(low));
             }
-            *to = plus_parts(total, scale[i] * all_of(p->of.inputs[n * p->of.step].step), *to);
+            *to = plus_parts(total, scale[i] * all_of(p->inputs[n * p->step].step), *to);
         }
 }
 
 INLINE void add_least(products *p, const part *least) {
-    EACH(i, p->to ? p->parts : 0)
+    for (int i = 0; p->to && i < p->parts; i++)
         memcpy(p->to->least[p->first + i], &least[i], sizeof(part));
     EACH(n, p->num)
         EACH(i, p->parts) {
             part *to = &p->sums[n][i];
-            *to = plus_parts(least[i], all_of(p->of.inputs[n * p->of.step].total), *to);
+            *to = plus_parts(least[i], all_of(p->inputs[n * p->step].total), *to);
         }
 }
 
 /* Ask for what comes later: group by group, since processors wait for few lines of memory at once. */
-INLINE void ask_ahead(pass *of) {
-    const uint8_t *at = of->ahead;
-    of->ahead += of->bytes_ahead;
-    for (; at < of->ahead; at += 64) {
+INLINE void ask_ahead(products *p) {
+    const uint8_t *at = p->ahead;
+    p->ahead += p->bytes_ahead;
+    for (; at < p->ahead; at += 64) {
         PREFETCH_SECOND(at);
-        if (of->twice)
+        if (p->twice)
             PREFETCH(at - AHEAD + AHEAD_FIRST);
     }
 }
@@ -411,8 +413,8 @@ INLINE void add_strip(int kind, const uint8_t *strip, const uint8_t *stop, produ
              : kind == Q8_0 ? 34 : kind == Q4_K ? 144 : kind == Q5_K ? 176 : 210;
     int groups = kind == Q4_K || kind == Q5_K || kind == Q6_K ? 8 : 1;
     for (; strip < stop; strip += SIDE * size)
-        for (int g = 0; g < groups; g++, p->of.inputs++) {
-            ask_ahead(&p->of);
+        for (int g = 0; g < groups; g++, p->inputs++) {
+            ask_ahead(p);
             if (kind == Q6_K)
                 add_q6_group(strip, g, p);
             else if (groups == 1)
@@ -426,12 +428,15 @@ INLINE void add_strip(int kind, const uint8_t *strip, const uint8_t *stop, produ
 }
 
 /* A function for each kind and number of inputs and digits, so that GCC keeps all sums in registers. */
-typedef void products_of(const uint8_t *, const uint8_t *, const pass *);
-#define OF(kind, num, digits)                                                                                \
-    APART void strip_##kind##_##num##_##digits(const uint8_t *strip, const uint8_t *stop, const pass *of) {    \
-        products p = begun(num, digits, PARTS, of);                                                           \
-        add_strip(kind, strip, stop, &p);                                                                    \
-        end_pass(&p);                                                                                         \
+typedef void products_of(const uint8_t *, const uint8_t *, const prepared *, const uint8_t *, int64_t, float *,
+                         const passes *);
+#define OF(kind, num, digits)                                                                                  \
+    APART void strip_##kind##_##num##_##digits(const uint8_t *strip, const uint8_t *stop, const prepared *inputs, \
+                                               const uint8_t *ahead, int64_t bytes_ahead, float *outputs,      \
+                                               const passes *all) {                                             \
+        products p = begin_pass(num, digits, PARTS, inputs, ahead, bytes_ahead, outputs, all);                  \
+        add_strip(kind, strip, stop, &p);                                                                      \
+        end_pass(&p, outputs, all);                                                                             \
     }
 #define EACH_ROUNDED(of, kind) of(kind, 1, 1) of(kind, 2, 1) of(kind, 3, 1) of(kind, 4, 1)
 #if LEVEL == 4
@@ -462,43 +467,57 @@ static products_of *products_for(int kind, int64_t num, int rounds) {
     }
 }
 
-/* Add the products of some columns of a strip to the outputs of `num` inputs; `all` is what all passes have in common.
+#include "strips_opened.h"
+
+/* Add the products of `bytes` of a strip, some columns, to the outputs of `num` inputs.
  *
  * A processor shouldn't wait for memory while it might multiply, so what comes later is brought into the second cache. With
- * a single pass over a strip, what comes soon is brought into the first one, too; two passes share in asking for the next
- * strip. If there is little to compute, and blocks are read in their order, some processors ask for most by themselves, and
- * need only the next bytes; kernels.py measures it (`asks_far`). Zen 4, weights in memory, beside 2048 bytes ahead into the
- * first cache: one input 1.05 to 1.5 times as fast, 8 inputs of three digits 1.2 times, of one digit 2 times. Emerald Rapids,
- * one input: far ahead 1.4 times as fast as the next bytes.
+ * a single pass over a strip, what comes soon is brought into the first one, too; several passes share in asking for the
+ * next strip. If there is little to compute, and blocks are read in their order, some processors ask for most by themselves,
+ * and need only the next bytes; kernels.py measures it (`asks_far`). Zen 4, weights in memory, beside 2048 bytes ahead into
+ * the first cache: one input 1.05 to 1.5 times as fast, 8 inputs of three digits 1.2 times, of one digit 2 times. Emerald
+ * Rapids, one input: far ahead 1.2 times as fast as the next bytes.
  */
-INLINE void add_few(const weight *w, const uint8_t *strip, const uint8_t *next, int64_t num, const pass *all) {
-    int64_t bytes = SIDE * row_bytes(w), groups = w->columns / GROUP;
-    int64_t together = w->rounds_inputs ? TOGETHER : TOGETHER_EXACT, passes = (num + together - 1) / together, some;
-    int is_little = !w->asks_far && num == 1 && (w->rounds_inputs || bytes >= SIDE * w->columns) && w->codes_kind < Q2_K;
-    pass one = *all;
-    one.bytes_ahead = (bytes / groups + passes - 1) / passes, one.twice = passes == 1 && !is_little;
-    one.ahead = passes > 1 ? next : strip + (is_little ? AHEAD_OF_LITTLE : AHEAD);
-    for (int64_t n = 0; n < num; n += some, one.ahead += one.bytes_ahead * groups) {
+INLINE void add_few(const weight *w, const uint8_t *strip, const uint8_t *next, int64_t bytes, int64_t groups,
+                    const prepared *inputs, int64_t num, int is_little, float *outputs, const passes *all) {
+    int64_t together = w->rounds_inputs ? TOGETHER : TOGETHER_EXACT, num_passes = (num + together - 1) / together, some;
+    int64_t bytes_ahead = (bytes / groups + num_passes - 1) / num_passes;
+    const uint8_t *ahead = num_passes > 1 ? next : strip + (is_little ? AHEAD_OF_LITTLE : AHEAD);
+    for (int64_t n = 0; n < num; n += some, ahead += bytes_ahead * groups) {
         some = num - n < together ? num - n : together;
-        one.inputs = all->inputs + n * all->step, one.outputs = all->outputs + n * all->stride;
-        products_for(w->codes_kind, some, w->rounds_inputs != 0)(strip, strip + bytes, &one);
+        products_for(w->codes_kind, some, w->rounds_inputs != 0)(strip, strip + bytes, inputs + n * all->step, ahead,
+                                                                 bytes_ahead, outputs + n * all->stride, all);
     }
 }
 
-#include "strips_opened.h"
+/* Rows [start, end), strip by strip as they are stored. */
+static void multiply_few(const weight *w, int64_t start, int64_t end, const prepared *inputs, int64_t num, float *outputs,
+                         int64_t stride) {
+    int64_t bytes = SIDE * row_bytes(w), groups = w->columns / GROUP, columns, stop;
+    int64_t most = num > TOGETHER ? COLUMNS_OF_MANY : w->columns, together = w->rounds_inputs ? TOGETHER : TOGETHER_EXACT;
+    int is_little = !w->asks_far && num == 1 && (w->rounds_inputs || bytes >= SIDE * w->columns) && w->codes_kind < Q2_K;
+    for (int64_t first = 0; first < num; first = stop) { /* inputs whose columns stay in a cache for all rows */
+        stop = num - first < INPUTS_OF_MANY ? num : first + INPUTS_OF_MANY;
+        for (int64_t column = 0; column < w->columns; column += columns) {
+            columns = w->columns - column < most ? w->columns - column : most;
+            int64_t some_bytes = bytes * columns / w->columns, before = bytes * column / w->columns;
+            passes all = {groups, stride, column == 0, stop - first <= together && !is_little};
+            for (int64_t row = start; row < end; row += SIDE) {
+                const uint8_t *strip = w->codes + row / SIDE * bytes + before, *next = row + SIDE < end ? strip + bytes : strip;
+                add_few(w, strip, next, some_bytes, columns / GROUP, inputs + first * groups + column / GROUP, stop - first,
+                        is_little, outputs + first * stride + row, &all);
+            }
+        }
+    }
+}
 
 /* outputs[n, row] = inputs[n, :] . weight[row, :] for the rows [start, end), multiples of SIDE; `stride`: floats of a row
  * of outputs. */
 void OF_VERSION(multiply_strips)(const weight *w, int64_t start, int64_t end, const void *inputs, int64_t num,
                                  float *outputs, int64_t stride) {
-    int64_t bytes = SIDE * row_bytes(w), few = num < least_opened(w) ? end - start : (end - start) % OPENED_ROWS;
-    pass all = {.inputs = inputs, .step = w->columns / GROUP, .stride = stride, .is_first = 1};
-    multiply_opened(w, start, end - few, num, outputs, &all);
-    for (int64_t row = end - few; row < end; row += SIDE) {
-        const uint8_t *strip = w->codes + row / SIDE * bytes, *next = row + SIDE < end ? strip + bytes : strip;
-        all.outputs = outputs + row;
-        add_few(w, strip, next, num, &all);
-    }
+    int64_t few = num < least_opened(w) ? end - start : (end - start) % OPENED_ROWS;
+    multiply_opened(w, start, end - few, inputs, num, outputs, stride);
+    multiply_few(w, end - few, end, inputs, num, outputs, stride);
     for (int64_t row = start; w->codes_kind == INT8 && row < end; row += SIDE) {
         float scales[SIDE];
         for (int r = 0; r < SIDE; r++)

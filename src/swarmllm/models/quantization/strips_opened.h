@@ -1,13 +1,13 @@
 /* Products of strips with many inputs; strips.h includes this file.
  *
- * Some groups of some strips are opened once for all inputs: to bytes in the order in which they are multiplied, and to scales
+ * Some groups of some strips are opened once for many inputs: to bytes in the order in which they are multiplied, and to scales
  * as floats. Two registers of rows share each number of an input, since loads take as long as products otherwise. The order
  * of sums is that of strips.h, so a product is the same in both ways.
  */
 #define STRIPS_AT_ONCE (MOST_PARTS / PARTS)
 #define OPENED_ROWS (STRIPS_AT_ONCE * SIDE)
 #define TOGETHER_OPENED (LEVEL == 4 ? MOST_TOGETHER : TOGETHER) /* inputs of one digit: few sums wait for each other */
-#define COLUMNS_AT_ONCE 512 /* what is opened of them, and of some inputs, stays in the first cache */
+#define COLUMNS_AT_ONCE 512 /* what is opened of them, and of some inputs, stays in a first cache of 48 KB */
 #define INPUTS_AT_ONCE 128  /* whose columns, of 256 KB, stay in the second one */
 
 /* From so many inputs on, opening takes less time than it saves (measured, Emerald Rapids): bytes are open already, and most
@@ -40,10 +40,10 @@ INLINE int form_of(int kind) {
 
 INLINE void add_opened(int form, const opened *from, int64_t groups, products *p) {
     int halves = form == HALVES ? 2 : 1, bits = form == PLAIN_FIVES || form == LEAST_FIVES ? 5 : 4;
-    for (const opened *stop = from + groups; from < stop; from++, p->of.inputs++) {
+    for (const opened *stop = from + groups; from < stop; from++, p->inputs++) {
         part scale[MOST_PARTS], least[MOST_PARTS];
         whole codes[MOST_PARTS];
-        ask_ahead(&p->of);
+        ask_ahead(p);
         EACH(i, MOST_PARTS)
             least[i] = load_part(from->least[i]);
         if (form == LEAST || form == LEAST_FIVES)
@@ -64,12 +64,15 @@ INLINE void add_opened(int form, const opened *from, int64_t groups, products *p
     }
 }
 
-typedef void products_of_opened(const opened *, int64_t, const pass *);
-#define OF_OPENED(form, num, digits)                                                                    \
-    APART void opened_##form##_##num##_##digits(const opened *from, int64_t groups, const pass *of) {  \
-        products p = begun(num, digits, MOST_PARTS, of);                                                \
-        add_opened(form, from, groups, &p);                                                            \
-        end_pass(&p);                                                                                   \
+typedef void products_of_opened(const opened *, int64_t, const prepared *, const uint8_t *, int64_t, float *,
+                                const passes *);
+#define OF_OPENED(form, num, digits)                                                                           \
+    APART void opened_##form##_##num##_##digits(const opened *from, int64_t groups, const prepared *inputs,   \
+                                                const uint8_t *ahead, int64_t bytes_ahead, float *outputs,     \
+                                                const passes *all) {                                            \
+        products p = begin_pass(num, digits, MOST_PARTS, inputs, ahead, bytes_ahead, outputs, all);             \
+        add_opened(form, from, groups, &p);                                                                    \
+        end_pass(&p, outputs, all);                                                                             \
     }
 #if LEVEL == 4
 #define EACH_MORE(of, form) EACH_ROUNDED(of, form) of(form, 5, 1) of(form, 6, 1) of(form, 7, 1) of(form, 8, 1)
@@ -119,31 +122,30 @@ static void open_strip(int kind, const uint8_t *strip, const uint8_t *stop, open
 }
 
 /* Rows [start, end), multiples of OPENED_ROWS. */
-static void multiply_opened(const weight *w, int64_t start, int64_t end, int64_t num, float *outputs, const pass *all) {
-    int64_t bytes = SIDE * row_bytes(w), together = w->rounds_inputs ? TOGETHER_OPENED : TOGETHER_EXACT, columns, some;
+static void multiply_opened(const weight *w, int64_t start, int64_t end, const prepared *inputs, int64_t num, float *outputs,
+                            int64_t stride) {
+    int64_t together = w->rounds_inputs ? TOGETHER_OPENED : TOGETHER_EXACT, bytes = SIDE * row_bytes(w), columns, some, stop;
     opened ALIGNED groups[COLUMNS_AT_ONCE / GROUP];
-    for (int64_t first = 0; first < num; first += INPUTS_AT_ONCE) {
-        int64_t stop = num - first < INPUTS_AT_ONCE ? num : first + INPUTS_AT_ONCE;
+    for (int64_t first = 0; first < num; first = stop) {
+        stop = num - first < INPUTS_AT_ONCE ? num : first + INPUTS_AT_ONCE;
         for (int64_t column = 0; column < w->columns; column += columns) {
             columns = w->columns - column < COLUMNS_AT_ONCE ? w->columns - column : COLUMNS_AT_ONCE;
-            int64_t passes = (stop - first + together - 1) / together, num_groups = columns / GROUP;
+            int64_t num_passes = (stop - first + together - 1) / together, num_groups = columns / GROUP;
             int64_t before = bytes * column / w->columns, some_bytes = bytes * columns / w->columns;
+            int64_t bytes_ahead = (STRIPS_AT_ONCE * some_bytes / num_groups + num_passes - 1) / num_passes;
+            passes all = {w->columns / GROUP, stride, column == 0, 0};
             for (int64_t row = start; row < end; row += OPENED_ROWS) {
                 const uint8_t *strips = w->codes + row / SIDE * bytes + before;
                 const uint8_t *next = row + OPENED_ROWS < end ? strips + STRIPS_AT_ONCE * bytes : strips;
                 for (int64_t which = 0; which < STRIPS_AT_ONCE; which++)
                     open_strip(w->codes_kind, strips + which * bytes, strips + which * bytes + some_bytes, groups,
                                which * PARTS);
-                pass one = *all;
-                one.is_first = column == 0;
-                one.bytes_ahead = (STRIPS_AT_ONCE * some_bytes / num_groups + passes - 1) / passes;
-                for (int64_t n = first, number = 0; n < stop; n += some, number++) {
-                    int64_t asked = number * one.bytes_ahead * num_groups;
+                for (int64_t n = first, asked = 0; n < stop; n += some, asked += bytes_ahead * num_groups) {
                     some = stop - n < together ? stop - n : together;
-                    one.ahead = next + asked + (asked < some_bytes ? 0 : bytes - some_bytes);
-                    one.inputs = all->inputs + n * all->step + column / GROUP;
-                    one.outputs = outputs + n * all->stride + row;
-                    opened_products_for(form_of(w->codes_kind), some, w->rounds_inputs != 0)(groups, num_groups, &one);
+                    opened_products_for(form_of(w->codes_kind), some, w->rounds_inputs != 0)(
+                        groups, num_groups, inputs + n * all.step + column / GROUP,
+                        next + asked + (asked < some_bytes ? 0 : bytes - some_bytes), bytes_ahead,
+                        outputs + n * stride + row, &all);
                 }
             }
         }
