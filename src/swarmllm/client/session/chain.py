@@ -76,7 +76,7 @@ LEAST_CHUNK_TOKENS = 64
 """Fewest tokens of such a chunk: with fewer, servers that share pages of 64 tokens (`prefix_cache`) would compute what
 they have. Two chunks of 64 take 1.02 times the processor time of one of 128 (measured, one matrix in q4_k)."""
 LEAST_CHUNK_S = 0.01
-"""The same in time on one server. Measured: 8 blocks take 2 to 5 ms longer in two chunks."""
+"""The same in time on one server. Assumed: some times what the messages of a chunk cost."""
 STEPS_AT_ONCE = 32
 """Most steps of a request to compute a text again step by step. Two such requests are under way. Assumed: the gaps
 between them are short, and their messages few compared with the 1024 that may wait."""

@@ -423,7 +423,8 @@ INLINE void add_strip(int kind, const uint8_t *strip, const uint8_t *stop, produ
                 add_k_group(kind, strip, g, 1, p);
             else
                 add_k_group(kind, strip, g, 0, p);
-            p->to += p->to ? 1 : 0;
+            if (p->to)
+                p->to++;
         }
 }
 

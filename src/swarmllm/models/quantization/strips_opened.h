@@ -1,8 +1,8 @@
 /* Products of strips with many inputs; strips.h includes this file.
  *
  * Some groups of some strips are opened once for many inputs: to bytes in the order in which they are multiplied, and to scales
- * as floats. Two registers of rows share each number of an input, since loads take as long as products otherwise. The order
- * of sums is that of strips.h, so a product is the same in both ways.
+ * as floats. Two registers of rows share each number of an input, so that it is loaded half as often. The order of sums
+ * is that of strips.h, so a product is the same in both ways.
  */
 #define STRIPS_AT_ONCE (MOST_PARTS / PARTS)
 #define OPENED_ROWS (STRIPS_AT_ONCE * SIDE)
