@@ -21,6 +21,7 @@ from swarmllm.client.remote_blocks import RemoteBlocks
 from swarmllm.client.session.chain import ActivationNoise
 from swarmllm.client.session.inference_session import InferenceSession
 from swarmllm.data_structures import Span
+from swarmllm.errors import ConfigurationError
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.span.block_span import BlockSpan
@@ -213,6 +214,20 @@ def test_a_batch_is_as_one_machine(
     torch.testing.assert_close(
         of_slice, everything.forward(inputs_of(hidden, None), Span(span.start, span.stop)), rtol=1e-4, atol=1e-5
     )
+
+
+def test_a_step_that_is_refused_replaces_nothing(kinds: dict[str, Here]) -> None:
+    here = kinds["llama"]
+    with InProcessSwarm(here.blocks, [(0, 6)]) as swarm:
+        text = Text(here, swarm, here.local([(4, 6)]), 1, 0)
+        text.do("step", 5)
+        hidden = text.more(2)
+        text.session.send(inputs_of(hidden, None), 5)
+        with pytest.raises(ConfigurationError, match="the session has 1 rows"):
+            text.session.send(inputs_of(hidden.expand(3, -1, -1), None), 5)
+        text.check(text.session.receive(), 7)
+        text.do("step", 1)
+        text.session.close()
 
 
 class Recorded(ActivationNoise):

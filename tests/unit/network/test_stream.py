@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from tests.raw_stream import RawStream
@@ -289,6 +289,48 @@ async def test_a_message_that_its_sender_has_left_ends_with_the_stream(half_stre
     stream.abort()
     with pytest.raises(SessionClosedError):
         await sending[1]
+
+
+@pytest.mark.parametrize("is_left", [False, True])
+async def test_half_a_message_ends_the_stream(streams: Streams, monkeypatch: pytest.MonkeyPatch, is_left: bool) -> None:
+    """The peer would take the next message for the rest of it."""
+    client, server = streams
+
+    def without_memory(*args: object, **options: object) -> Iterator[bytes]:
+        *frames, _ = encode_message(*args, **options)
+        yield from frames
+        raise MemoryError("no room")
+
+    if is_left:
+        server.transport.pause_reading()
+    with monkeypatch.context() as patch:
+        patch.setattr(stream_module, "encode_message", without_memory)
+        half = asyncio.create_task(client.send(MessageType.STEP, {"id": 1}, [bytes(BIG)]))
+        await asyncio.sleep(0)  # it begins
+    after = asyncio.create_task(client.send(MessageType.STEP, {"id": 2}, [bytes(100)]))
+    if is_left:
+        await wait_until(lambda: client.is_full)
+        half.cancel()
+        await asyncio.wait([half])
+        assert not client.closed
+        server.transport.resume_reading()
+    else:
+        with pytest.raises(MemoryError):
+            await half
+    with pytest.raises(PeerUnreachableError, match=r"rest of a message \(MemoryError: no room\)"):
+        await after
+    with pytest.raises(PeerUnreachableError):
+        await server.receive()
+
+
+async def test_a_message_that_cannot_begin_changes_nothing(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, server = streams
+    with monkeypatch.context() as patch:
+        patch.setattr(stream_module, "encode_message", lambda *_, **__: iter(map(bytes, [-1])))
+        with pytest.raises(ValueError, match="negative count"):
+            await client.send(MessageType.STEP, {"id": 1}, [bytes(BIG)])
+    await client.send(MessageType.STEP, {"id": 2})
+    assert (await server.receive()).header == {"id": 2}
 
 
 async def test_a_cancelled_receive_loses_nothing(streams: Streams) -> None:

@@ -151,12 +151,13 @@ class Legs:
     def send(self, inputs: BlockInputs, position: int) -> None:
         """Send a step, which at a lower position than before replaces what is under way."""
         self.catch_up()
-        if self._sent and position < self._sent[-1][0] + self._sent[-1][1].seq_len:
-            self._sent.clear()
+        replaces = bool(self._sent) and position < self._sent[-1][0] + self._sent[-1][1].seq_len
         first, index = self._first_chain
         if index:
             inputs = inputs.with_hidden(self._run(self.legs[:index], inputs, position))
-        first.send(inputs, position)
+        first.send(inputs, position)  # if the chain refuses it, what is under way goes on
+        if replaces:
+            self._sent.clear()
         self._sent.append((position, inputs))
 
     def receive(self) -> Tensor:

@@ -135,7 +135,7 @@ class FrameStream(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._ended: tuple[type[SwarmError], str] | None = None
         self._inbox = Inbox(peer_id, max_message_bytes)
-        self._outbox = Outbox(self._write, self._error)
+        self._outbox = Outbox(self._write, self._error, self._sent_half)
         self._timer: asyncio.TimerHandle | None = None
         self._pong_waiter: asyncio.Future[float] | None = None
         self._move: Move | None = None
@@ -230,6 +230,10 @@ class FrameStream(asyncio.BufferedProtocol):
         if number is not None:
             self.liveness.timeout.mark(number)
             self._write_control(MessageType.PING, {"n": number})
+
+    def _sent_half(self, error: BaseException) -> None:
+        """End the stream because the rest of a message can't be sent."""
+        self._end(PeerUnreachableError, f"can't be sent the rest of a message ({type(error).__name__}: {error})")
 
     def _write_control(self, kind: MessageType, header: Mapping[str, Any]) -> None:
         for frame in encode_message(kind, header):
@@ -652,10 +656,15 @@ def memory_of(message: Message) -> int:
 
 class Outbox:
     """Messages on their way to the peer, each in one piece, no faster than the peer reads. `write` writes one frame or
-    raises; `error` is the reason for the stream's end."""
+    raises; `error` is the reason for the stream's end; `fail` ends it."""
 
-    def __init__(self, write: Callable[[bytes], None], error: Callable[[], SwarmError]) -> None:
-        self._write, self._error = write, error
+    def __init__(
+        self,
+        write: Callable[[bytes], None],
+        error: Callable[[], SwarmError],
+        fail: Callable[[BaseException], None],
+    ) -> None:
+        self._write, self._error, self._fail = write, error, fail
         self._turn = asyncio.Lock()
         """Senders take turns, one message each, in the order of their calls."""
         self._rest: Iterator[bytes] | None = None
@@ -671,19 +680,26 @@ class Outbox:
 
         Raises:
             SwarmError: the one from `error`.
+            Exception: a frame can't be made, for lack of memory, say. Behind the first one that ends the stream.
         """
         async with self._turn:
             if self._rest is not None:
                 await self.drained()
             began_at = asyncio.get_running_loop().time()
+            has_begun = False
             try:
                 for frame in frames:
                     self._write(frame)
+                    has_begun = True
                     if self.is_paused:
                         await self.drained()
             except asyncio.CancelledError:
                 self._rest = frames
                 self._write_rest()
+                raise
+            except BaseException as error:
+                if has_begun:  # the peer would take the next message for the rest of this one
+                    self._fail(error)
                 raise
             return began_at
 
@@ -714,12 +730,15 @@ class Outbox:
         self._waiter = None
 
     def _write_rest(self) -> None:
-        while self._rest is not None and not self.is_paused and not self._ended:
-            frame = next(self._rest, None)
-            if frame is None:
-                self._rest = None
-            else:
-                self._write(frame)
+        try:
+            while self._rest is not None and not self.is_paused and not self._ended:
+                frame = next(self._rest, None)
+                if frame is None:
+                    self._rest = None
+                else:
+                    self._write(frame)
+        except Exception as error:  # noqa: BLE001 - whatever it is, half of the message is sent
+            self._fail(error)
 
 
 class Intake:
