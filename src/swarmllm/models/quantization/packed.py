@@ -22,6 +22,7 @@ from swarmllm.machine_memory import reused_heap
 from swarmllm.models.quantization import cuda, kernels
 from swarmllm.models.quantization.kernels import (
     ROUNDED,
+    SLICE_BYTES,
     STRIP,
     computing_dtype,
     into_strips,
@@ -30,10 +31,9 @@ from swarmllm.models.quantization.kernels import (
     torch_multiplies_int8_faster,
 )
 
-SLICE_BYTES = 4 << 20
-"""Dequantized rows at a time. Measured (5632×2048 float32, 1 token): 1.5 ms, against 1.7 with 2 MB and 23 with all."""
 GPU_SLICE_BYTES = 256 << 20
-"""The same on a GPU, for which each slice is some launches: a bound of memory only. Assumed."""
+"""Dequantized rows at a time (`kernels.SLICE_BYTES`) on a GPU, for which each slice is some launches: a bound of memory
+only. Assumed."""
 TILE = 32
 """Rows that belong together: the NF4 kernel for CPUs has them interleaved."""
 PACKING_BYTES = 256 << 10
