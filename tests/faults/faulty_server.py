@@ -85,14 +85,14 @@ def misbehave(fault: Fault, trigger: Path) -> None:
         asks = {"extra_inputs": ("input_ids", "inputs_embeds")}
         Serving.traits = property(lambda one: traits.fget(one).model_copy(update=asks))  # type: ignore[assignment]
 
-    honest_ran = Scheduler.ran
+    honest_next = Scheduler.next
 
-    def ran(self: Scheduler[Work], now: float) -> None:
-        if fault is Fault.DEAD_THREAD and trigger.exists():
+    def choose(self: Scheduler[Work], now: float) -> list[tuple[Work, int]]:
+        if fault is Fault.DEAD_THREAD and trigger.exists():  # with work at hand, which is lost
             raise RuntimeError("a mistake of ours")
-        honest_ran(self, now)
+        return honest_next(self, now)
 
-    Scheduler.ran = ran  # type: ignore[method-assign]
+    Scheduler.next = choose  # type: ignore[method-assign]
     BlockSpan.forward = forward  # type: ignore[method-assign,assignment]
     PackedForward.run_packed = run_packed  # type: ignore[method-assign]
     Graph.gradients = gradients  # type: ignore[method-assign]
