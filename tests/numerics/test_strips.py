@@ -193,6 +193,23 @@ def test_without_memory_to_try_it_nothing_is_asked_for_far_ahead(monkeypatch: py
         kernels.asks_far.cache_clear()
 
 
+@only_with_strips
+@pytest.mark.parametrize(
+    ("kernels_s", "most"),
+    [([12.0], kernels.NO_LIMIT), ([13.3056], 253), ([16.0, 2.1072], 31), ([16.0, 4.8], kernels.AT_A_TIME)],
+)
+def test_the_number_of_inputs_for_kernels_follows_their_times(
+    kernels_s: list[float], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For 128 inputs, and for 16 if torch is faster at 128. It takes 0.1 for each, and 1 to decode the rows."""
+    measured = iter(kernels_s)
+    monkeypatch.setattr(kernels, "asks_far", lambda: False)
+    monkeypatch.setattr(kernels, "_by_torch_s", lambda codes, _, count: len(codes) / 2048 * (1 + 0.1 * count))
+    monkeypatch.setattr(kernels, "least_s", lambda _: next(measured))
+    assert kernels.most_inputs.__wrapped__(torch.float32, in_strips=True) == most
+    assert next(measured, None) is None
+
+
 @only_with_int8
 def test_all_three_digits_are_exact() -> None:
     """Each row takes one column, and 24 bits have room for all these numbers."""
