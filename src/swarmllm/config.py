@@ -298,9 +298,10 @@ class ClientConfig(SwarmConfig):
     """Most routes over which one forward or backward is split. The routes may share servers."""
     prefill_chunk_tokens: int = in_file(128)
     """Most tokens (batch × seq) of one prefill step. A prompt passes through the servers as a pipeline of such steps.
-    Several servers get at least two steps each, as long as a step has 64 tokens. Measured in benchmarks/inference.py:
-    shorter steps fill the pipeline better, longer ones compute faster. GPUs that need more tokens get longer steps,
-    up to `max_batch_tokens`."""
+    Several servers get at least two steps each, as long as a step has 64 tokens, and those of 256 KiB stay as large,
+    because no smaller ones are compressed over slow connections. Measured in benchmarks/inference.py: shorter steps
+    fill the pipeline better, longer ones compute faster. GPUs that need more tokens get longer steps, up to
+    `max_batch_tokens`."""
     max_batch_tokens: int = in_file(1024)
     """Most tokens of one micro-batch in forward and backward, and of a longer prefill step. Servers announce a limit of
     their own as well."""

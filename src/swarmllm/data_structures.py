@@ -249,8 +249,8 @@ class ServerInfo(PeerModel):
     def rounds_finely(self) -> bool:
         """True if calls of different lengths differ by a millionth only, so that a text needn't be computed in the same
         calls again."""
-        rounds_inputs = self.quant_type != "none" and self.activations != "none"
-        return self.dtype in ("float32", "float64") and not rounds_inputs
+        # With quant_type "none" as well: a checkpoint that comes packed stays so.
+        return self.dtype in ("float32", "float64") and self.activations == "none"
 
     @property
     def relayed(self) -> bool:

@@ -280,3 +280,14 @@ def test_as_few_as_are_needed(sizes: list[int], cache: int, usable: int) -> None
         assert in_memory * max(sizes) + len(sizes) * cache <= usable
     if number > 2:
         assert num_blocks_that_fit(sizes, cache, usable, number - 1) < len(sizes)
+
+
+@pytest.mark.parametrize("num_offloaded", [2, 4])
+def test_offloaded_blocks_round_their_inputs(directory: Path, num_offloaded: int) -> None:
+    options = {"quantization": Quantization("int8", smallest=0), "activations": "int8"}
+    resident, offloaded = load(directory, 0, **options), load(directory, num_offloaded, **options)
+    assert resident.rounds_inputs
+    inputs = BlockInputs(hidden_states=torch.randn(1, 5, HIDDEN), batch_size=1, seq_len=5)
+    expected = resident.forward(inputs, cache=resident.new_cache())
+    assert torch.equal(offloaded.forward(inputs, cache=offloaded.new_cache()), expected)
+    assert not torch.equal(resident.forward(inputs), expected)

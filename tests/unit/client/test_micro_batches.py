@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from swarmllm.client.batches.batch_runner import MICRO_BATCHES_PER_HOP, MIN_TOKENS, micro_batch_tokens
-from swarmllm.client.session.chain import CHUNK_S, LEAST_CHUNK_S, chunk_tokens, prompt_chunk_tokens
+from swarmllm.client.session.chain import CHUNK_S, chunk_tokens, prompt_chunk_tokens
 from swarmllm.config import ClientConfig
 from swarmllm.data_structures import RouteHop, ServerInfo, Span
 from swarmllm.models.boundary.block_inputs import BlockInputs
@@ -63,13 +63,33 @@ def test_chunks_of_prompts_are_worth_a_forward_unless_links_are_slow(hops: list[
         ((100, 2), route(0, 0, 0, 0, throughput=0), 100),
         ((200, 1), route(0, 0, 0, 0, throughput=0), 128),
         ((1, 1000), route(0, 0, throughput=0), 128),
-        ((1, 128), route(0, 0, throughput=100 / LEAST_CHUNK_S), 128),
+        ((1, 128), route(0, 0, throughput=1e9), 64),
         ((1, 400), route(0, 200), 200),
         ((1, 300), route(0, 200), 200),
     ],
 )
 def test_a_prompt_keeps_all_servers_busy(shape: tuple[int, int], hops: list[RouteHop], expected: int) -> None:
-    """Unless its steps would be too short, for the messages or for a GPU; the longest ones are as before."""
+    """Unless its steps would be too short, for shared pages or for a GPU. The speed of CPUs has no part in it."""
     batch_size, seq_len = shape
     inputs = BlockInputs(hidden_states=torch.zeros(batch_size, seq_len, 1), batch_size=batch_size, seq_len=seq_len)
     assert prompt_chunk_tokens(inputs, hops, ClientConfig()) == expected
+
+
+@pytest.mark.parametrize(
+    ("hidden", "dtype", "num_tokens", "expected"),
+    [
+        (512, torch.bfloat16, 128, 64),  # small either way
+        (512, torch.float32, 128, 128),
+        (1024, torch.bfloat16, 128, 128),
+        (1024, torch.bfloat16, 100, 100),
+        (1024, torch.bfloat16, 1000, 128),
+        (2048, torch.bfloat16, 128, 64),
+        (8192, torch.bfloat16, 128, 64),
+    ],
+)
+def test_large_messages_of_a_prompt_stay_large(hidden: int, dtype: torch.dtype, num_tokens: int, expected: int) -> None:
+    """Over slow connections nothing else is timed or compressed."""
+    inputs = BlockInputs(
+        hidden_states=torch.zeros(1, num_tokens, hidden, dtype=dtype), batch_size=1, seq_len=num_tokens
+    )
+    assert prompt_chunk_tokens(inputs, route(0, 0, throughput=0), ClientConfig()) == expected

@@ -311,3 +311,19 @@ def test_work_is_shared_in_proportion_to_throughput() -> None:
     shares = find_parallel_routes(SwarmSnapshot(5, tuple(swarm)), Span(0, 5), costs=costs, max_routes=4)
     assert [[str(hop.span) for hop in route] for route, _ in shares] == [["0:5"], ["0:3", "3:5"]]
     assert [share for _, share in shares] == pytest.approx([0.75, 0.25])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quant_type", "activations", "finely"),
+    [
+        ("float32", "none", "none", True),
+        ("float32", "q8_0", "none", True),
+        ("float32", "q8_0", "int8", False),
+        ("float32", "none", "int8", False),
+        ("bfloat16", "none", "none", False),
+    ],
+)
+def test_rounded_inputs_are_never_fine(dtype: str, quant_type: str, activations: str, finely: bool) -> None:
+    """Also those of a checkpoint that comes packed, which stays so without a quantization of the server's."""
+    info = ServerInfo(peer_id="x" * 46, start=0, end=1, dtype=dtype, quant_type=quant_type, activations=activations)
+    assert info.rounds_finely == finely

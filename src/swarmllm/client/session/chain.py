@@ -56,6 +56,7 @@ from swarmllm.errors import (
     SwarmError,
 )
 from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.network.wire.liveness import MEASURED_BYTES
 from swarmllm.network.wire.messages import Pieces, Timings
 from swarmllm.swarm.retry import Retries
 from swarmllm.swarm.route_costs import RouteCosts
@@ -75,8 +76,6 @@ tokens in two chunks, times that of one): hidden 2048 × 16 in Q4_K 0.77, SmolLM
 LEAST_CHUNK_TOKENS = 64
 """Fewest tokens of such a chunk: with fewer, servers that share pages of 64 tokens (`prefix_cache`) would compute what
 they have. Two chunks of 64 take 1.02 times the processor time of one of 128 (measured, one matrix in q4_k)."""
-LEAST_CHUNK_S = 0.01
-"""The same in time on one server. Assumed: some times what the messages of a chunk cost."""
 STEPS_AT_ONCE = 32
 """Most steps of a request to compute a text again step by step. Two such requests are under way. Assumed: the gaps
 between them are short, and their messages few compared with the 1024 that may wait."""
@@ -650,12 +649,17 @@ def _at_once(
 
 def prompt_chunk_tokens(inputs: BlockInputs, route: Sequence[RouteHop], config: ClientConfig) -> int:
     """Tokens (batch × seq) of one step of this prompt: if there are several servers, at least `CHUNKS_PER_SERVER` steps
-    for each of them, as far as a step is worth its messages."""
+    for each of them. On CPUs no measured speed has a part in it, as other steps are rounded otherwise. Large messages
+    stay large: over slow connections only these are timed and compressed."""
     servers, num_tokens = [hop.server for hop in route], inputs.batch_size * inputs.seq_len
-    least = max(LEAST_CHUNK_TOKENS, *(max(one.batch_tokens, int(LEAST_CHUNK_S * one.throughput)) for one in servers))
+    most = chunk_tokens(route, config)
+    least = max(LEAST_CHUNK_TOKENS, *(one.batch_tokens for one in servers))
+    large = -(-MEASURED_BYTES * num_tokens // inputs.hidden_states.nbytes)
+    if min(most, num_tokens) >= large:
+        least = max(least, large)
     wanted = CHUNKS_PER_SERVER * len(servers) if len(servers) > 1 else 1
     num_steps = max(1, min(wanted, num_tokens // least, inputs.seq_len))
-    return min(chunk_tokens(route, config), inputs.batch_size * -(-inputs.seq_len // num_steps))
+    return min(most, inputs.batch_size * -(-inputs.seq_len // num_steps))
 
 
 def chunk_tokens(route: Sequence[RouteHop], config: ClientConfig) -> int:

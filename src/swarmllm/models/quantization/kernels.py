@@ -488,7 +488,7 @@ def most_inputs(dtype: torch.dtype, *, in_strips: bool = False) -> int:
     for num_inputs in (MANY, AT_A_TIME):  # strips that are opened for many take less time for each
         inputs = torch.zeros(num_inputs, 2048, dtype=wide)
         with reused_heap():
-            kernels_s = least_s(lambda inputs=inputs: matrix.multiply(inputs.float()).to(wide))
+            kernels_s = least_s(lambda: matrix.multiply(inputs.float()).to(wide))  # noqa: B023 - called at once
         more_s = kernels_s / num_inputs - each_s  # for each input
         most = NO_LIMIT if more_s <= 0 else int(decoding_s / more_s)
         if most >= num_inputs:

@@ -335,18 +335,27 @@ def round_inputs(modules: Iterable[nn.Module], *, if_faster: bool = False) -> No
     `if_faster`: only weights that gain by it. That follows from their shapes, so it is the same on all such machines.
 
     All products of such a weight round, whatever number of inputs they have: so a text that is computed again, in other
-    pieces or beside other texts, has the same tokens.
+    pieces or beside other texts, has the same tokens. Call `check_rounding` before.
+    """
+    for module in modules:
+        if isinstance(module, QuantizedWeight):
+            module.round_inputs(if_faster=if_faster)
+
+
+def check_rounding(modules: Iterable[nn.Module], known: set[object], *, if_faster: bool = False) -> None:
+    """Test products with rounded inputs of each kind of weight that `round_inputs` will change and that isn't `known`
+    yet. All kinds are known then.
 
     Raises:
         ConfigurationError: this machine computes something else than it should.
     """
-    kinds: dict[object, Packed] = {}
     for module in modules:
-        if isinstance(module, QuantizedWeight) and module.round_inputs(if_faster=if_faster):
+        if isinstance(module, QuantizedWeight) and module.packed.can_round_inputs(faster=if_faster):
             matrix = module.packed[0] if len(module.shape) > 2 else module.packed
-            kinds.setdefault((type(matrix), matrix.shape, matrix.dtype), matrix)
-    for packed in kinds.values():
-        check_rounded(_some_rows(packed))
+            kind = type(matrix), matrix.shape, matrix.dtype
+            if kind not in known:
+                check_rounded(_some_rows(matrix.as_rounding()))
+                known.add(kind)
 
 
 @torch.no_grad()

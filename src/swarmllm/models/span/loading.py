@@ -29,7 +29,14 @@ from swarmllm.models.checkpoint.skeleton import (
 )
 from swarmllm.models.parallel.shared import Group, share
 from swarmllm.models.quantization import FULL_PRECISION, Quantization, QuantizedWeight
-from swarmllm.models.quantization.loading import LoadingConfig, Whole, check_quantized, hold_whole, round_inputs
+from swarmllm.models.quantization.loading import (
+    LoadingConfig,
+    Whole,
+    check_quantized,
+    check_rounding,
+    hold_whole,
+    round_inputs,
+)
 from swarmllm.models.quantization.whole import hasten, likely_threads
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.offload import OffloadedBlocks, spread
@@ -84,6 +91,7 @@ def load_block_span(
     """
     _require_blocks(checkpoint, span, num_offloaded)
     read = _reader(checkpoint, dtype or checkpoint.stored_dtype(), torch.device(device), quantization)
+    rounding = None if activations == "none" else _Rounding(if_faster=activations == "auto")
 
     def load(unused: Collection[str]) -> BlockSpan:
         known = None if probes_dir is None else ProbeResults(probes_dir, checkpoint, quantization, unused)
@@ -92,7 +100,7 @@ def load_block_span(
             parts = (read(Span(idx, idx + 1), unused, digests, progress=False) for idx in span)  # all may not fit
             if num_offloaded:
                 offloaded = OffloadedBlocks(torch.device(device), offload_dir or Path(tempfile.gettempdir()))
-                model = _joined(parts, span, partial(_offload, offloaded, spread(span, num_offloaded)))
+                model = _joined(parts, span, partial(_offload, offloaded, spread(span, num_offloaded), rounding))
             elif group is not None:
                 pairs = Pairs(group.size)
                 model = _joined((_shared(part, idx, pairs, group) for idx, part in zip(span, parts, strict=True)), span)
@@ -101,8 +109,8 @@ def load_block_span(
                 _into_huge_pages(model)
             blocks = BlockSpan(model, span, digests.of(span), offloaded, group)
         _probed(blocks, known)  # not within separate_weights: products decode in pieces
-        if activations != "none":  # after the probes, which look for smaller differences
-            round_inputs(blocks.slots.modules(), if_faster=activations == "auto")
+        if rounding is not None:  # after the probes, which look for smaller differences
+            rounding.begin(blocks.slots)
         return blocks
 
     unused = unused_before_blocks(checkpoint.config, stack_of(checkpoint.config, span))
@@ -179,8 +187,33 @@ def _require_blocks(checkpoint: Checkpoint, span: Span, num_offloaded: int) -> N
         )
 
 
-def _offload(offloaded: OffloadedBlocks, chosen: Collection[int], block_idx: int, block: nn.Module) -> None:
+class _Rounding:
+    """Makes quantized weights round their inputs, after each kind of them was tested."""
+
+    def __init__(self, *, if_faster: bool) -> None:
+        self._if_faster = if_faster
+        self._known: set[object] = set()
+
+    def check(self, modules: nn.Module) -> None:
+        """Test kinds that aren't known yet. Weights that will be offloaded have values only before."""
+        check_rounding(modules.modules(), self._known, if_faster=self._if_faster)
+
+    def begin(self, modules: nn.Module) -> None:
+        """Round from now on."""
+        self.check(modules)
+        round_inputs(modules.modules(), if_faster=self._if_faster)
+
+
+def _offload(
+    offloaded: OffloadedBlocks,
+    chosen: Collection[int],
+    rounding: _Rounding | None,
+    block_idx: int,
+    block: nn.Module,
+) -> None:
     if block_idx in chosen:
+        if rounding is not None:
+            rounding.check(block)
         offloaded.take(block_idx, block)
 
 
