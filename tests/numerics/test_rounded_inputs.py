@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,14 @@ from tests.kernel_levels import LEVELS
 from torch import Tensor
 
 from swarmllm.data_structures import Span
+from swarmllm.errors import ConfigurationError
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
-from swarmllm.models.quantization import Quantization, kernels
+from swarmllm.models.quantization import QUANT_TYPES, Quantization, kernels
 from swarmllm.models.quantization.block_search import quantize
 from swarmllm.models.quantization.decoded import FORMS, KERNELS, KINDS, Published
 from swarmllm.models.quantization.kernels import ROUNDED
-from swarmllm.models.quantization.loading import Whole, check_rounded, round_inputs
+from swarmllm.models.quantization.loading import Whole, check_rounded, resolve_activations, round_inputs
 from swarmllm.models.quantization.nf4 import Nf4
 from swarmllm.models.quantization.packed import Int8, LlmInt8, Packed, exact_inputs, rounding
 from swarmllm.models.quantization.weight import QuantizedWeight
@@ -259,3 +261,19 @@ def test_a_machine_that_rounds_wrongly_is_told(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(kernels.Matrix, "multiply_rounded", lambda self, inputs: wrong(self, inputs) * 1.1)
     with pytest.raises(ValueError, match="rounded inputs wrongly"):
         check_rounded(matrix)
+
+
+@pytest.mark.parametrize("quant_type", QUANT_TYPES)
+def test_types_that_never_round_are_refused_before_they_are_read(quant_type: str, llama: Path) -> None:
+    quantization = Quantization(quant_type, smallest=1)  # type: ignore[arg-type]
+    blocks = load_block_span(
+        open_checkpoint(str(llama)), Span(0, 1), quantization=quantization, activations="int8", progress=False
+    )
+    resolved = partial(resolve_activations, device=torch.device("cpu"), quantization=quantization)
+    assert resolved("none", comes_packed=False) == "none"
+    assert resolved("int8", comes_packed=True) == "int8", "loading shows whether the checkpoint's own types can round"
+    if blocks.rounds_inputs:
+        assert resolved("int8", comes_packed=False) == "int8"
+    else:
+        with pytest.raises(ConfigurationError, match=f"--quant_type {quant_type} can't be multiplied by rounded"):
+            resolved("int8", comes_packed=False)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.numerics.sessions_together import RELATIVE, Sessions, packer_of, relative_error
+from tests.numerics.sessions_together import RELATIVE, Sessions, packer_of, relative_error, some_inputs
 from tests.numerics.tiny_models import NUM_BLOCKS, save_tiny
 from torch import Tensor
 from torch.nn import functional
@@ -20,7 +20,7 @@ from swarmllm.models.quantization import Quantization, QuantizedWeight, kernels,
 from swarmllm.models.quantization.line import Line, Rows
 from swarmllm.models.quantization.packed import InStrips
 from swarmllm.models.quantization.step import DIMS, Kind, Operation, Recorded, View, simplified
-from swarmllm.models.span import step_recorder
+from swarmllm.models.span import step_recorder, traced_step
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
 from swarmllm.models.span.packing import Packer, Packing, SessionCall
@@ -265,6 +265,34 @@ def test_many_sessions_with_rounded_inputs_run_traced(tmp_path: Path, monkeypatc
     with lines_counted() as rows:
         sessions.step((1,) * 20)
     assert rows == [20]
+
+
+@pytest.mark.parametrize(
+    ("rows", "rows_of_lines"),
+    [((9, 7), [16]), ((9, 8, 4), [9, 12]), ((4, 9, 8), [13, 8]), ((17, 3), [3]), ((1,) * 33, [11, 11, 11])],
+)
+def test_company_never_changes_how_rounded_inputs_are_multiplied(
+    rows: tuple[int, ...], rows_of_lines: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call that runs as a line alone does so beside any others: the last bits of other ways round other inputs."""
+    monkeypatch.setattr(traced_step, "MOST_ROWS", 16)
+    blocks = load("llama", tmp_path, activations="int8")
+    packer, span = packer_of(blocks), blocks.span
+    together, alone = ([blocks.new_cache() for _ in rows] for _ in range(2))
+    random = torch.Generator().manual_seed(len(rows))
+    for count, *caches in zip(rows, together, alone, strict=True):
+        begin = some_inputs(blocks, count, 5, random)
+        for cache in caches:
+            blocks.forward(begin, cache=cache)
+    for _ in range(2):
+        steps = [some_inputs(blocks, count, 1, random) for count in rows]
+        with lines_counted() as counted:
+            got = packer.run_calls([SessionCall(*one) for one in zip(steps, [span] * len(rows), together, strict=True)])
+        assert counted == rows_of_lines
+        for step, cache, output in zip(steps, alone, got, strict=True):
+            (expected,) = packer.run_calls([SessionCall(step, span, cache)])
+            assert isinstance(output, Tensor)
+            assert torch.equal(output, expected)
 
 
 def run_operation(operation: Operation, sizes: Sequence[int], hidden: Tensor, stored: Sequence[int] = ()) -> Tensor:

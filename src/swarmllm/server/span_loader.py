@@ -91,7 +91,9 @@ class SpanLoader:
         self.dtype = resolve_dtype(checkpoint, config.dtype)
         self.quantization = resolve_quantization(config.quant_type)
         wanted = "none" if config.tensor_parallel > 1 else config.activations
-        self._activations = resolve_activations(wanted, self.device)
+        self._activations = resolve_activations(
+            wanted, self.device, self.quantization, comes_packed=checkpoint.comes_packed
+        )
         self.activations = "none"
         """The rounding of inputs in the blocks that were loaded last."""
         if config.calibration is not None:
@@ -179,8 +181,8 @@ class SpanLoader:
         self.activations = "int8" if any(one.rounds_inputs for one in loaded) else "none"
         if self._config.activations == "int8" != self.activations:
             raise ConfigurationError(
-                "the weights of these blocks can't be multiplied by rounded inputs: leave --activations out, or serve "
-                "with --quant_type int8, q8_0, q6_k, q5_k or q4_k"
+                "no weights of these blocks can be multiplied by rounded inputs, by their type or because they are too "
+                "small to be quantized: leave --activations out"
             )
         if num_offloaded:
             where = "on disk" if self.device.type == "cpu" else "in host memory"

@@ -358,6 +358,10 @@ def check_rounding(modules: Iterable[nn.Module], known: set[object], *, if_faste
                 known.add(kind)
 
 
+EXACT_TYPES = ("none", "llm_int8")
+"""Types of `--quant_type` whose inputs are never rounded here. In others of them some matrices are stored in int8."""
+
+
 @torch.no_grad()
 def check_rounded(matrix: Packed) -> None:
     """Compare products of one matrix that rounds its inputs with exact ones.
@@ -375,8 +379,10 @@ def check_rounded(matrix: Packed) -> None:
         )
 
 
-def resolve_activations(wanted: str, device: torch.device) -> str:
-    """The user's choice for this device; auto is none where the processor doesn't multiply bytes faster than floats.
+def resolve_activations(wanted: str, device: torch.device, quantization: Quantization, *, comes_packed: bool) -> str:
+    """The user's choice for this device and these weights. `comes_packed`: the checkpoint's own types are kept.
+
+    auto is none where the processor doesn't multiply bytes faster than floats.
 
     Raises:
         ConfigurationError: inputs can't be rounded here.
@@ -384,6 +390,11 @@ def resolve_activations(wanted: str, device: torch.device) -> str:
     if wanted == "int8" and (device.type != "cpu" or kernels.library() is None):
         here = "kernels that were compiled when swarmllm was installed" if device.type == "cpu" else "a CPU"
         raise ConfigurationError(f"--activations int8 needs {here}: leave it out")
+    if wanted == "int8" and not comes_packed and quantization.quant_type in EXACT_TYPES:
+        raise ConfigurationError(
+            f"weights of --quant_type {quantization.quant_type} can't be multiplied by rounded inputs: leave "
+            "--activations out, or serve with --quant_type int8, q8_0, q6_k, q5_k or q4_k"
+        )
     if wanted == "auto":
         return "auto" if device.type == "cpu" and kernels.multiplies_bytes() else "none"
     return wanted

@@ -341,6 +341,11 @@ def _positions(call: SessionCall) -> Tensor:
     return given.expand(*given.shape[:-2], inputs.batch_size, inputs.seq_len)
 
 
+def _num_rows(call: SessionCall) -> int:
+    """Rows of a call's matrices of inputs."""
+    return call.inputs.batch_size * call.inputs.seq_len
+
+
 class Packer:
     """Runs calls of several sessions on one `BlockSpan`."""
 
@@ -437,16 +442,27 @@ class Packer:
                 ways[idx] = Packing.TRACED
         outcomes: dict[int, OutputOrError] = {}
         for group, way_of_group in self._groups(calls, ways):
-            for part in self._parts(group) if way_of_group == Packing.TRACED else [group]:
+            for part in self._parts(group, calls) if way_of_group == Packing.TRACED else [group]:
                 members = [calls[idx] for idx in part]
                 outcomes.update(zip(part, self._run_group(members, way_of_group), strict=True))
         return [outcomes[idx] for idx in range(len(calls))]
 
-    def _parts(self, group: list[int]) -> Iterable[list[int]]:
-        """Parts of about the same size of calls that run traced."""
+    def _parts(self, group: list[int], calls: Sequence[SessionCall]) -> list[list[int]]:
+        """Parts of calls that run traced: of about the same size if each call has one row."""
         most = max(self.traced_at_once, self.forward.traced.most_rows)
-        num_parts = -(-len(group) // most)
-        return (group[part::num_parts] for part in range(num_parts))
+        rows = {idx: _num_rows(calls[idx]) for idx in group}
+        if sum(rows.values()) == len(group):
+            num_parts = -(-len(group) // most)
+            return [group[part::num_parts] for part in range(num_parts)]
+        parts: list[list[int]] = []
+        room = 0
+        for idx in group:
+            if not parts or rows[idx] > room:
+                parts.append([])
+                room = most
+            parts[-1].append(idx)
+            room -= rows[idx]
+        return parts
 
     def _run_group(self, calls: Sequence[SessionCall], way: Packing) -> list[OutputOrError]:
         # Without fused kernels, PyTorch's own attention is the fastest for a prompt.
@@ -491,13 +507,17 @@ class Packer:
     def _traceable(self, calls: Sequence[SessionCall]) -> list[int]:
         """The calls of few new positions that can run traced; none if they have so many rows that torch is faster.
 
-        Weights that aren't quantized are multiplied by tokens and prompts at once, as that reads them once.
+        Weights that aren't quantized are multiplied by tokens and prompts at once, as that reads them once. Where lines
+        are split, each call runs as it would alone: another way has other last bits.
         """
+        traced = self.forward.traced
         found = [idx for idx, call in enumerate(calls) if self._is_traceable(call)]
-        if len(found) < len(calls) and self.forward.traced.is_exact:
+        if traced.are_split:
+            return [idx for idx in found if _num_rows(calls[idx]) <= traced.most_rows]
+        if len(found) < len(calls) and traced.is_exact:
             return []
-        num_rows = sum(calls[idx].inputs.batch_size * calls[idx].inputs.seq_len for idx in found)
-        if num_rows <= self.forward.traced.most_rows:
+        num_rows = sum(_num_rows(calls[idx]) for idx in found)
+        if num_rows <= traced.most_rows:
             return found
         return found if num_rows == len(found) and self.traced_at_once else []
 

@@ -72,6 +72,15 @@ class TracedSteps:
         """True if steps of one position must have the bits of the model's own code."""
         return is_exact(self._paged.blocks)
 
+    @property
+    def are_split(self) -> bool:
+        """True if more rows than `most_rows` run as several lines: torch isn't faster, or would round other inputs."""
+        return not self.is_exact and (self._rounds_inputs or self.most_rows == MOST_ROWS)
+
+    @cached_property
+    def _rounds_inputs(self) -> bool:
+        return self._paged.blocks.rounds_inputs
+
     def takes(self, seq_len: int) -> bool:
         """True if lines can run steps of so many new positions: exact ones have one, because the model's own code
         multiplies several at once, which gives them other bits."""
