@@ -199,7 +199,8 @@ class ServerInfo(PeerModel):
     dtype: Annotated[PeerText, Field(max_length=32)] = "float32"
     quant_type: Annotated[PeerText, Field(max_length=32)] = "none"
     activations: Annotated[PeerText, Field(max_length=32)] = "none"
-    """How inputs of quantized weights are rounded in sessions."""
+    """How inputs of quantized weights are rounded in sessions: "int8" those of all weights that can do so, "auto" those
+    of some."""
     version: Annotated[PeerText, Field(max_length=32)] = ""
     public_name: Annotated[PeerText, Field(max_length=64)] = ""
     hardware: Annotated[PeerText, Field(max_length=64)] = ""

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from tests.kernel_levels import LEVELS
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from swarmllm.data_structures import Span
 from swarmllm.errors import ConfigurationError
@@ -277,3 +278,25 @@ def test_types_that_never_round_are_refused_before_they_are_read(quant_type: str
     else:
         with pytest.raises(ConfigurationError, match=f"--quant_type {quant_type} can't be multiplied by rounded"):
             resolved("int8", comes_packed=False)
+
+
+@pytest.mark.parametrize(("columns", "expected"), [(768, ["none", "int8", "int8"]), (576, ["none", "int8", "auto"])])
+def test_blocks_tell_which_inputs_they_round(columns: int, expected: list[str], tmp_path: Path) -> None:
+    """`auto` may leave some exact: rows that are in no strips, and whose columns fill no pieces. Then a server that
+    rounds all of them computes something else."""
+    config = LlamaConfig(
+        vocab_size=16, hidden_size=columns, intermediate_size=1536, num_hidden_layers=1,
+        num_attention_heads=columns // 64, num_key_value_heads=1, head_dim=24,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    found = [
+        load_block_span(
+            open_checkpoint(str(tmp_path)),
+            Span(0, 1),
+            quantization=Quantization("int8"),
+            activations=activations,
+            progress=False,
+        ).activations
+        for activations in ("none", "int8", "auto")
+    ]
+    assert found == expected

@@ -178,7 +178,7 @@ class SpanLoader:
         loaded = self._load_blocks(span, num_offloaded, self._group())
         stacks = [StackBlocks(blocks, InputChecks(blocks)) for blocks in loaded]
         blocks = stacks[-1].blocks
-        self.activations = "int8" if any(one.rounds_inputs for one in loaded) else "none"
+        self.activations = min((one.activations for one in loaded), key=("auto", "int8", "none").index)
         if self._config.activations == "int8" != self.activations:
             raise ConfigurationError(
                 "no weights of these blocks can be multiplied by rounded inputs, by their type or because they are too "

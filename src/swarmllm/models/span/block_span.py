@@ -251,7 +251,15 @@ class BlockSpan:
     @cached_property
     def rounds_inputs(self) -> bool:
         """True if products with quantized weights round their inputs in sessions (`--activations`)."""
-        return any(isinstance(one, QuantizedWeight) and one.packed.rounds_inputs for one in self._weights())
+        return self.activations != "none"
+
+    @cached_property
+    def activations(self) -> str:
+        """Which weights round their inputs in sessions: "int8" = all that can, "auto" = some of them, or "none"."""
+        packed = [one.packed for one in self._weights() if isinstance(one, QuantizedWeight)]
+        if not any(one.rounds_inputs for one in packed):
+            return "none"
+        return "int8" if all(one.rounds_inputs or not one.can_round_inputs() for one in packed) else "auto"
 
     @cached_property
     def shares_keys(self) -> bool:
