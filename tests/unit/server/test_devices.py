@@ -283,8 +283,11 @@ async def test_a_spare_process_becomes_the_next_server_unless_it_has_ended(
     assert said == [f"I am {first}"]
     spare.prepare()
     _, second = await number_of_starts(2)
-    os.kill(second, signal.SIGKILL)
-    while psutil.pid_exists(second):  # noqa: ASYNC110 - asyncio's own task waits for it
+    assert spare._starting is not None
+    process = await spare._starting
+    assert process.pid == second
+    process.kill()
+    while process.returncode is None:  # noqa: ASYNC110 - asyncio hears of it some time after the process has gone
         await asyncio.sleep(0.01)
     assert await run_server_process(settings, said.append, said.append, spare) == 0
     *_, third = await number_of_starts(3)
