@@ -90,6 +90,16 @@ def test_flags_of_a_server(offload: int | None) -> None:
     assert config.server().offload == (offload or 0)
 
 
+@pytest.mark.parametrize(
+    ("quant_type", "verdict"), [("auto", Verdict.OK), ("none", Verdict.BAD), ("llm_int8", Verdict.BAD)]
+)
+def test_activations_that_cannot_be_rounded(quant_type: str, verdict: Verdict) -> None:
+    options = {"model": embedded_model_path(), "device": "cpu", "activations": "int8", "quant_type": quant_type}
+    _, found = checks.check_model(DoctorConfig(**options))
+    assert found.verdict is verdict
+    assert ("--activations" in found.text) == (verdict is Verdict.BAD)
+
+
 def test_model() -> None:
     model, memory = checks.check_model(DoctorConfig(model=embedded_model_path(), device="cpu"))
     assert "8 blocks" in model.text

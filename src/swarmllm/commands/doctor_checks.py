@@ -31,6 +31,7 @@ from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint, r
 from swarmllm.models.checkpoint.fingerprint import fingerprint
 from swarmllm.models.checkpoint.skeleton import block_bytes
 from swarmllm.models.quantization import resolve_quantization
+from swarmllm.models.quantization.loading import resolve_activations
 from swarmllm.network.p2p.addresses import split_initial_peer
 from swarmllm.network.p2p.block_directory import BlockDirectory
 from swarmllm.network.p2p.discovery import find_peers, find_swarm_here, initial_peers_of
@@ -85,8 +86,8 @@ def check_model(config: DoctorConfig) -> Iterator[Finding]:
     try:
         checkpoint = open_checkpoint(config.model, revision=config.revision, cache_dir=default_cache_dir())
         check_supported(checkpoint.config)
-        dtype = _dtype_of(checkpoint, config)
-        sizes = block_bytes(checkpoint, dtype, resolve_quantization(config.quant_type))
+        dtype, quantization = _dtype_of(checkpoint, config), resolve_quantization(config.quant_type)
+        sizes = block_bytes(checkpoint, dtype, quantization)
     except SwarmError as error:
         yield bad(one_line(error))
         return
@@ -96,6 +97,7 @@ def check_model(config: DoctorConfig) -> Iterator[Finding]:
     cache_bytes = memory.COUNTED_TOKENS * memory.cache_bytes_per_token(checkpoint.config, dtype)
     try:
         for device in map(resolve_device, config.device):
+            resolve_activations(config.activations, device, quantization, comes_packed=checkpoint.comes_packed)
             yield memory_finding(sizes, cache_bytes, memory.usable_bytes(device), config.offload)
     except ConfigurationError as error:
         yield bad(one_line(error))
