@@ -72,7 +72,7 @@ CHUNK_S = 0.25
 links, which the announced throughput includes, short chunks keep a pipeline of servers busier."""
 CHUNKS_PER_SERVER = 2
 """Chunks of a prompt for each of several servers, so that they work at once. Measured (two servers of one thread, 128
-tokens in two chunks, times that of one): hidden 2048 × 16 in Q4_K 0.77, SmolLM2 and hidden 512 × 8 in float32 0.85."""
+tokens in two chunks, times that of one): hidden 2048 × 16 in Q4_K 0.77 (random weights), SmolLM2 0.85."""
 LEAST_CHUNK_TOKENS = 64
 """Fewest tokens of such a chunk: with fewer, servers that share pages of 64 tokens (`prefix_cache`) would compute what
 they have. Two chunks of 64 take 1.02 times the processor time of one of 128 (measured, one matrix in q4_k)."""
