@@ -14,10 +14,12 @@
 #define PREFETCH(from) __builtin_prefetch(from)
 #define PREFETCH_SECOND(from) __builtin_prefetch(from, 0, 2) /* into the second cache */
 #define APART static __attribute__((noinline))
+#define UNROLLED _Pragma("GCC unroll 8") /* a loop of few turns, so that sums stay in registers */
 #define ALIGNED __attribute__((aligned(64))) /* to lines of caches */
 #define IN_MEMORY(array) __asm__("" : "+m"(array)) /* so that it is read from there, and not taken out of a wide register */
 #else
 #define APART static
+#define UNROLLED
 #define ALIGNED
 #define IN_MEMORY(array) (void)(array)
 #define PREFETCH(from) (void)(from)

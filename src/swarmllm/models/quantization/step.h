@@ -362,61 +362,79 @@ INLINE float one_kept_at(const void *from, int64_t at, int kind) {
 
 #define AT_ONCE (LEVEL == 4 ? 4 : 1) /* keys, or vectors of a value, whose sums fit into the registers */
 
-/* Queries `[num, size]` of heads that share `keys` `[count, size]`: their products. `num` and `kind` are constants. */
-INLINE void score(const float *queries, const void *keys, int64_t count, int64_t size, int num, int kind, float *scores) {
-    int64_t whole = size / WIDTH * WIDTH, most;
-    for (int64_t j = 0; j < count; j += most) {
-        vec sums[QUERIES][4];
-        float totals[4];
-        most = count - j < AT_ONCE ? 1 : AT_ONCE;
-        for (int q = 0; q < num; q++)
-            for (int k = 0; k < AT_ONCE; k++)
-                sums[q][k] = all(0.0f);
-        for (int64_t i = 0; i < whole; i += WIDTH)
-            for (int k = 0; k < AT_ONCE && k < most; k++) {
-                vec key = kept_at(keys, (j + k) * size + i, kind);
-                for (int q = 0; q < num; q++)
-                    sums[q][k] = plus_product(key, load(queries + q * size + i), sums[q][k]);
-            }
-        for (int q = 0; q < num; q++) {
-            if (most == 4)
-                sums_of_four(sums[q], totals);
-            else
-                totals[0] = sum_of(sums[q][0]);
-            for (int64_t k = 0; k < most; k++) {
-                for (int64_t i = whole; i < size; i++)
-                    totals[k] += queries[q * size + i] * one_kept_at(keys, (j + k) * size + i, kind);
-                scores[q * count + j + k] = totals[k];
-            }
+/* Memory that is read soon; a little for each key: at once, processors would wait for it. */
+INLINE void ask_for_memory(const char *from, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += 64)
+        PREFETCH_SECOND(from + at);
+}
+
+/* Products of queries `[num, size]` with `most` keys, to scores `[num, count]`. Numbers are constants. */
+INLINE void score_some(const float *queries, const void *keys, int64_t count, int64_t size, int num, int most, int kind,
+                       float *scores) {
+    int64_t whole = size / WIDTH * WIDTH;
+    vec sums[QUERIES][4];
+    UNROLLED for (int q = 0; q < num; q++)
+        UNROLLED for (int k = 0; k < most; k++)
+            sums[q][k] = all(0.0f);
+    for (int64_t i = 0; i < whole; i += WIDTH)
+        UNROLLED for (int k = 0; k < most; k++) {
+            vec key = kept_at(keys, k * size + i, kind);
+            UNROLLED for (int q = 0; q < num; q++)
+                sums[q][k] = plus_product(key, load(queries + q * size + i), sums[q][k]);
         }
+    UNROLLED for (int q = 0; q < num; q++) {
+        if (most == 4)
+            sums_of_four(sums[q], scores + q * count);
+        else
+            scores[q * count] = sum_of(sums[q][0]);
+        for (int64_t i = whole; i < size; i++)
+            for (int k = 0; k < most; k++)
+                scores[q * count + k] += queries[q * size + i] * one_kept_at(keys, k * size + i, kind);
     }
 }
 
-/* Sums of the columns [start, start + vectors * WIDTH) of `values`. */
+/* Queries `[num, size]` of heads that share `keys` `[count, size]`: their products. `num` and `kind` are constants. Of what
+ * is read `next`, `next_bytes` are asked for with each key. */
+INLINE void score(const float *queries, const char *keys, int64_t count, int64_t size, int num, int kind,
+                  const char *next, int64_t next_bytes, float *scores) {
+    int64_t j = 0, bytes = size * (kind == BFLOAT16 ? 2 : 4);
+    for (; j + AT_ONCE <= count; j += AT_ONCE) {
+        ask_for_memory(next + j * next_bytes, AT_ONCE * next_bytes);
+        score_some(queries, keys + j * bytes, count, size, num, AT_ONCE, kind, scores + j);
+    }
+    for (; j < count; j++)
+        score_some(queries, keys + j * bytes, count, size, num, 1, kind, scores + j);
+}
+
+/* Sums of the columns [start, start + vectors * WIDTH) of `values`. `next` as score() has it, or NULL. */
 INLINE void blend_columns(const float *weights, const void *values, int64_t count, int64_t size, int num, int kind,
-                          int64_t start, int vectors, float *out) {
+                          int64_t start, int vectors, const char *next, int64_t next_bytes, float *out) {
     vec sums[QUERIES][4];
-    for (int q = 0; q < num; q++)
-        for (int v = 0; v < vectors; v++)
+    UNROLLED for (int q = 0; q < num; q++)
+        UNROLLED for (int v = 0; v < vectors; v++)
             sums[q][v] = all(0.0f);
-    for (int64_t j = 0; j < count; j++)
-        for (int v = 0; v < vectors; v++) {
+    for (int64_t j = 0; j < count; j++) {
+        if (next)
+            ask_for_memory(next + j * next_bytes, next_bytes);
+        UNROLLED for (int v = 0; v < vectors; v++) {
             vec value = kept_at(values, j * size + start + v * WIDTH, kind);
-            for (int q = 0; q < num; q++)
+            UNROLLED for (int q = 0; q < num; q++)
                 sums[q][v] = plus_product(value, all(weights[q * count + j]), sums[q][v]);
         }
-    for (int q = 0; q < num; q++)
-        for (int v = 0; v < vectors; v++)
+    }
+    UNROLLED for (int q = 0; q < num; q++)
+        UNROLLED for (int v = 0; v < vectors; v++)
             store(out + q * size + start + v * WIDTH, sums[q][v]);
 }
 
 /* Sums of `values` `[count, size]` by their `weights`. */
-INLINE void blend(const float *weights, const void *values, int64_t count, int64_t size, int num, int kind, float *out) {
+INLINE void blend(const float *weights, const void *values, int64_t count, int64_t size, int num, int kind,
+                  const char *next, int64_t next_bytes, float *out) {
     int64_t i = 0;
     for (; i + AT_ONCE * WIDTH <= size; i += AT_ONCE * WIDTH)
-        blend_columns(weights, values, count, size, num, kind, i, AT_ONCE, out);
+        blend_columns(weights, values, count, size, num, kind, i, AT_ONCE, i ? NULL : next, next_bytes, out);
     for (; i + WIDTH <= size; i += WIDTH)
-        blend_columns(weights, values, count, size, num, kind, i, 1, out);
+        blend_columns(weights, values, count, size, num, kind, i, 1, i ? NULL : next, next_bytes, out);
     for (; i < size; i++)
         for (int q = 0; q < num; q++) {
             float total = 0.0f;
@@ -427,28 +445,41 @@ INLINE void blend(const float *weights, const void *values, int64_t count, int64
 }
 
 INLINE void to_weights(float *scores, int64_t count, float scale) { /* softmax */
-    float largest = scores[0], total = 0.0f;
-    for (int64_t j = 1; j < count; j++)
+    float largest = scores[0], total = 0.0f, lane[WIDTH];
+    int64_t j = 0, whole = count / WIDTH * WIDTH;
+    for (int i = 0; i < WIDTH; i++)
+        lane[i] = largest;
+    for (; j < whole; j += WIDTH)
+        for (int i = 0; i < WIDTH; i++)
+            lane[i] = scores[j + i] > lane[i] ? scores[j + i] : lane[i];
+    for (; j < count; j++)
         largest = scores[j] > largest ? scores[j] : largest;
-    for (int64_t j = 0; j < count; j++)
+    for (int i = 0; i < WIDTH; i++)
+        largest = lane[i] > largest ? lane[i] : largest;
+    for (j = 0; j < count; j++)
         scores[j] = exponential((scores[j] - largest) * scale);
-    for (int64_t j = 0; j < count; j++)
+    vec totals = all(0.0f);
+    for (j = 0; j < whole; j += WIDTH)
+        totals = sum(totals, load(scores + j));
+    for (; j < count; j++)
         total += scores[j];
-    for (int64_t j = 0; j < count; j++)
+    total += sum_of(totals);
+    for (j = 0; j < count; j++)
         scores[j] /= total;
 }
 
 typedef struct {
-    const void *keys, *values;
+    const void *keys, *values, *next; /* what is read after them */
     int64_t count, key_size, value_size;
     float scale;
 } seen;
 
 INLINE void attend_some(const float *queries, const seen *of, int num, int kind, float *scores, float *out) {
-    score(queries, of->keys, of->count, of->key_size, num, kind, scores);
+    int64_t bytes = kind == BFLOAT16 ? 2 : 4;
+    score(queries, of->keys, of->count, of->key_size, num, kind, of->values, of->value_size * bytes, scores);
     for (int q = 0; q < num; q++)
         to_weights(scores + q * of->count, of->count, of->scale);
-    blend(scores, of->values, of->count, of->value_size, num, kind, out);
+    blend(scores, of->values, of->count, of->value_size, num, kind, of->next, of->key_size * bytes, out);
 }
 
 #define ATTEND(num, kind)                                                                                              \
@@ -463,18 +494,31 @@ static attention *const ATTEND_OF[2][QUERIES] = {
     {attend_1_BFLOAT16, attend_2_BFLOAT16, attend_3_BFLOAT16, attend_4_BFLOAT16},
 };
 
-/* Attention of a new position: one head of keys, and the heads of queries that share it. `sizes`: heads of keys, heads of
- * queries that share one, sizes of a head of keys and of values. */
-INLINE void attend(const instruction *is, const step *s, const stored *at, float *arena, int64_t head, int64_t thread) {
+INLINE const stored *stored_of(const instruction *is, const step *s, int64_t row) {
+    return s->stored + row * s->num_blocks + is->block - s->first_block;
+}
+
+/* What a row's new position sees of one head of keys. `sizes`: heads of keys, heads of queries that share one, sizes of a head
+ * of keys and of values. Heads are numbered through all rows; of one that there isn't, nothing is seen. */
+INLINE seen seen_of(const instruction *is, const step *s, int64_t head) {
+    int64_t heads = is->sizes[0], bytes = s->kept_kind == BFLOAT16 ? 2 : 4;
+    seen of = {.key_size = is->sizes[2], .value_size = is->sizes[3], .scale = is->number};
+    if (head >= s->num_rows * heads)
+        return of;
+    const stored *at = stored_of(is, s, head / heads);
+    int64_t end = at->position + 1, first = is->window && end > is->window ? end - is->window : 0;
+    of.count = end - first;
+    of.keys = (char *)at->keys + (head % heads * at->key_capacity + first) * of.key_size * bytes;
+    of.values = (char *)at->values + (head % heads * at->value_capacity + first) * of.value_size * bytes;
+    return of;
+}
+
+/* Attention of a new position: one head of keys, and the heads of queries that share it. */
+INLINE void attend(const instruction *is, const step *s, const seen *of, float *arena, int64_t head, int64_t thread) {
     float *queries = s->queries + thread * QUERIES * is->sizes[2], *scores = s->scores + thread * s->scores_floats;
     const float *from = arena + is->one.offset;
     float *out = arena + is->out.offset;
     int64_t shared = is->sizes[1], size = is->sizes[2], value_size = is->sizes[3];
-    int64_t bytes = s->kept_kind == BFLOAT16 ? 2 : 4, end = at->position + 1;
-    int64_t first = is->window && end > is->window ? end - is->window : 0;
-    seen of = {.count = end - first, .key_size = size, .value_size = value_size, .scale = is->number};
-    of.keys = (char *)at->keys + (head * at->key_capacity + first) * size * bytes;
-    of.values = (char *)at->values + (head * at->value_capacity + first) * value_size * bytes;
     for (int64_t q = 0; q < shared; q += QUERIES) {
         int64_t num = shared - q < QUERIES ? shared - q : QUERIES;
         for (int64_t one = 0; one < num; one++) { /* queries may lie in any order */
@@ -483,19 +527,18 @@ INLINE void attend(const instruction *is, const step *s, const stored *at, float
                 queries[one * size + i] = query[i * is->one.strides[2]];
         }
         float *to = out + (head * shared + q) * value_size;
-        ATTEND_OF[s->kept_kind == BFLOAT16][num - 1](queries, &of, scores, to);
+        ATTEND_OF[s->kept_kind == BFLOAT16][num - 1](queries, of, scores, to);
         for (int64_t i = 0; is->rounds && i < num * value_size; i++)
             to[i] = rounded(to[i]);
     }
 }
 
 /* The same with torch's bits, of keys and values in bfloat16. No window. */
-INLINE void attend_as_torch(const instruction *is, const stored *at, float *arena, int64_t head) {
+INLINE void attend_as_torch(const instruction *is, const seen *of, float *arena, int64_t head) {
     int64_t shared = is->sizes[1], size = is->sizes[2];
     uint16_t queries[QUERIES * MOST_HEAD], outputs[QUERIES * MOST_HEAD];
-    attended to = {.queries = queries, .count = at->position + 1, .size = size, .scale = is->number, .outputs = outputs};
-    to.keys = (const uint16_t *)at->keys + head * at->key_capacity * size;
-    to.values = (const uint16_t *)at->values + head * at->value_capacity * size;
+    attended to = {.queries = queries, .keys = of->keys, .values = of->values, .next = of->next,
+                   .count = of->count, .size = size, .scale = of->scale, .outputs = outputs};
     for (int64_t q = head * shared; q < (head + 1) * shared; q += to.num) {
         to.num = (head + 1) * shared - q < QUERIES ? (head + 1) * shared - q : QUERIES;
         for (int64_t one = 0; one < to.num; one++) {
@@ -507,10 +550,6 @@ INLINE void attend_as_torch(const instruction *is, const stored *at, float *aren
         for (int64_t i = 0; i < to.num * size; i++)
             arena[is->out.offset + q * size + i] = float_of(outputs[i]);
     }
-}
-
-INLINE const stored *stored_of(const instruction *is, const step *s, int64_t row) {
-    return s->stored + row * s->num_blocks + is->block - s->first_block;
 }
 
 /* ------------------------------------------------------------------ several threads
@@ -542,12 +581,13 @@ APART void run_part(const step *s, const instruction *is, int64_t part, int64_t 
     }
     int64_t heads = is->sizes[0];
     for (int64_t one = part; one < s->num_rows * heads; one += parts) {
-        int64_t row = one / heads;
-        float *arena = s->arena + row * s->arena_floats;
+        float *arena = s->arena + one / heads * s->arena_floats;
+        seen of = seen_of(is, s, one);
+        of.next = seen_of(is, s, one + parts).keys;
         if (is->kind == ATTEND_AS_TORCH)
-            attend_as_torch(is, stored_of(is, s, row), arena, one % heads);
+            attend_as_torch(is, &of, arena, one % heads);
         else
-            attend(is, s, stored_of(is, s, row), arena, one % heads, thread);
+            attend(is, s, &of, arena, one % heads, thread);
     }
 }
 

@@ -37,7 +37,6 @@
 #define INPUTS_OF_MANY 64   /* whose columns, of 256 KB, stay in the second one */
 #define PARTS (SIDE / LANES) /* of a strip: what one register holds of its rows */
 #define MOST_PARTS 2        /* multiplied at once */
-#define UNROLLED _Pragma("GCC unroll 8") /* so that sums stay in registers */
 #define LARGEST 8355711.0f  /* whose three digits are 127 */
 
 /* A group of an input: number i is (65536 * digits[2][i] + 256 * digits[1][i] + digits[0][i]) * step. */

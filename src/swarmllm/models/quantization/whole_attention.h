@@ -37,30 +37,42 @@ INLINE __m256 folded(vec lanes) {
     return _mm256_add_ps(_mm512_castps512_ps256(lanes), _mm512_extractf32x8_ps(lanes, 1));
 }
 
-/* Scores of `count` keys, at most four, by one query. */
-INLINE __m128 four_scores(const uint16_t *query, const uint16_t *keys, int64_t size, int count) {
-    vec sums[4] = {ZERO(), ZERO(), ZERO(), ZERO()};
-    for (int64_t column = 0; column < size; column += 32) {
-        __m512bh some = (__m512bh)columns_at(query + column, size - column);
-        for (int key = 0; key < count; key++)
-            sums[key] = _mm512_dpbf16_ps(sums[key], some, (__m512bh)columns_at(keys + key * size + column, size - column));
+/* Scores of `count` keys, at most four, by each query. */
+INLINE void add_scores(const uint16_t *queries, const uint16_t *keys, int64_t size, int count, int num,
+                       float scores[][KEYS_AT_ONCE]) {
+    vec sums[MOST_QUERIES][4];
+    for (int q = 0; q < num; q++)
+        for (int key = 0; key < 4; key++)
+            sums[q][key] = ZERO();
+    for (int64_t column = 0; column < size; column += 32)
+        for (int key = 0; key < count; key++) {
+            __m512bh some = (__m512bh)columns_at(keys + key * size + column, size - column);
+            for (int q = 0; q < num; q++) {
+                __m512bh query = (__m512bh)columns_at(queries + q * size + column, size - column);
+                sums[q][key] = _mm512_dpbf16_ps(sums[q][key], query, some);
+            }
+        }
+    for (int q = 0; q < num; q++) {
+        __m256 one = _mm256_hadd_ps(folded(sums[q][0]), folded(sums[q][1]));
+        __m256 both = _mm256_hadd_ps(one, _mm256_hadd_ps(folded(sums[q][2]), folded(sums[q][3])));
+        __m128 four = _mm_add_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1));
+        if (count == 4)
+            _mm_storeu_ps(scores[q], four);
+        else
+            _mm_store_ss(scores[q], four);
     }
-    __m256 one = _mm256_hadd_ps(folded(sums[0]), folded(sums[1])), other = _mm256_hadd_ps(folded(sums[2]), folded(sums[3]));
-    __m256 both = _mm256_hadd_ps(one, other);
-    return _mm_add_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1));
 }
 
-/* Meanwhile, as much of what comes after is asked for. */
-INLINE void scores_of(const uint16_t *query, const uint16_t *keys, int64_t count, int64_t size, const uint16_t *next,
-                      float *scores) {
+/* Meanwhile, as much of what comes after is asked for. `num` is a constant. */
+INLINE void scores_of(const uint16_t *queries, const uint16_t *keys, int64_t count, int64_t size, int num,
+                      const uint16_t *next, float scores[][KEYS_AT_ONCE]) {
     int64_t key = 0;
     for (; key + 4 <= count; key += 4) {
-        if (next)
-            ask((const char *)(next + key * size), 4 * size * 2);
-        _mm_storeu_ps(scores + key, four_scores(query, keys + key * size, size, 4));
+        ask((const char *)(next + key * size), 4 * size * 2);
+        add_scores(queries, keys + key * size, size, 4, num, (float(*)[KEYS_AT_ONCE])(scores[0] + key));
     }
     for (; key < count; key++)
-        _mm_store_ss(scores + key, four_scores(query, keys + key * size, size, 1));
+        add_scores(queries, keys + key * size, size, 1, num, (float(*)[KEYS_AT_ONCE])(scores[0] + key));
 }
 
 INLINE vec larger(vec one, vec other) { /* not a number if one isn't */
@@ -116,40 +128,56 @@ INLINE float to_weights(const float *scores, int64_t count, float largest, uint1
     return total;
 }
 
-/* Adds the values of some keys to `totals`. `num` is a constant. Of 32 columns, four from each of 0, 8, 16, 24 on come first,
- * and then the others: so two keys' values lie side by side after one instruction. */
-INLINE void add_values(uint16_t weights[][KEYS_AT_ONCE], const uint16_t *values, int64_t count, int64_t size, int num,
-                       float totals[][MOST_HEAD]) {
-    for (int64_t column = 0; column < size; column += 32) {
-        int64_t columns = size - column;
-        vec lower[MOST_QUERIES], upper[MOST_QUERIES];
-        for (int q = 0; q < num; q++)
-            lower[q] = LOAD(totals[q] + column), upper[q] = LOAD(totals[q] + column + LANES);
-        for (int64_t group = 0; group < count; group += GROUP) {
-            vec sums[MOST_QUERIES], more[MOST_QUERIES];
-            for (int q = 0; q < num; q++)
-                sums[q] = more[q] = ZERO();
-            int64_t end = group + GROUP < count ? group + GROUP : count;
-            for (int64_t key = group; key < end; key += 2) {
-                const uint16_t *from = values + key * size + column;
-                int is_pair = key + 1 < end;
-                __m512i one = columns_at(from, columns);
-                __m512i other = is_pair ? columns_at(from + size, columns) : _mm512_setzero_si512();
-                __m512bh low = (__m512bh)_mm512_unpacklo_epi16(one, other);
-                __m512bh high = (__m512bh)_mm512_unpackhi_epi16(one, other);
-                for (int q = 0; q < num; q++) {
-                    uint32_t both = weights[q][key] | (is_pair ? (uint32_t)weights[q][key + 1] << 16 : 0);
-                    __m512bh by = (__m512bh)_mm512_set1_epi32((int)both);
-                    sums[q] = _mm512_dpbf16_ps(sums[q], low, by);
-                    more[q] = _mm512_dpbf16_ps(more[q], high, by);
-                }
-            }
-            for (int q = 0; q < num; q++)
-                lower[q] = ADD(lower[q], sums[q]), upper[q] = ADD(upper[q], more[q]);
-        }
-        for (int q = 0; q < num; q++)
-            STORE(totals[q] + column, lower[q]), STORE(totals[q] + column + LANES, upper[q]);
+/* Sums of two keys' values, or of one's. Of 32 columns, four from each of 0, 8, 16, 24 on come first, and then the others: so
+ * two keys' values lie side by side after one instruction. `num` and `is_pair` are constants. */
+INLINE void add_pair(uint16_t weights[][KEYS_AT_ONCE], const uint16_t *values, int64_t size, int64_t columns, int is_pair,
+                     int num, vec *sums, vec *more) {
+    __m512i one = columns_at(values, columns), other = is_pair ? columns_at(values + size, columns) : _mm512_setzero_si512();
+    __m512bh low = (__m512bh)_mm512_unpacklo_epi16(one, other), high = (__m512bh)_mm512_unpackhi_epi16(one, other);
+    for (int q = 0; q < num; q++) {
+        uint32_t both = weights[q][0];
+        if (is_pair)
+            memcpy(&both, weights[q], sizeof both);
+        __m512bh by = (__m512bh)_mm512_set1_epi32((int)both);
+        sums[q] = _mm512_dpbf16_ps(sums[q], low, by);
+        more[q] = _mm512_dpbf16_ps(more[q], high, by);
     }
+}
+
+/* Adds up to 32 columns of some keys' values to `totals`. Meanwhile, as much of what comes after is asked for. */
+INLINE void add_columns(uint16_t weights[][KEYS_AT_ONCE], const uint16_t *values, int64_t count, int64_t size,
+                        int64_t columns, int num, const uint16_t *next, float totals[][MOST_HEAD]) {
+    vec lower[MOST_QUERIES], upper[MOST_QUERIES];
+    for (int q = 0; q < num; q++)
+        lower[q] = LOAD(totals[q]), upper[q] = LOAD(totals[q] + LANES);
+    for (int64_t group = 0; group < count; group += GROUP) {
+        vec sums[MOST_QUERIES], more[MOST_QUERIES];
+        int64_t end = group + GROUP < count ? group + GROUP : count, key = group;
+        for (int q = 0; q < num; q++)
+            sums[q] = more[q] = ZERO();
+        if (next)
+            ask((const char *)(next + group * size), GROUP * size * 2);
+        for (; key + 2 <= end; key += 2)
+            add_pair((uint16_t(*)[KEYS_AT_ONCE])(weights[0] + key), values + key * size, size, columns, 1, num, sums, more);
+        if (key < end)
+            add_pair((uint16_t(*)[KEYS_AT_ONCE])(weights[0] + key), values + key * size, size, columns, 0, num, sums, more);
+        for (int q = 0; q < num; q++)
+            lower[q] = ADD(lower[q], sums[q]), upper[q] = ADD(upper[q], more[q]);
+    }
+    for (int q = 0; q < num; q++)
+        STORE(totals[q], lower[q]), STORE(totals[q] + LANES, upper[q]);
+}
+
+/* Adds the values of some keys to `totals`. `num` is a constant. */
+INLINE void add_values(uint16_t weights[][KEYS_AT_ONCE], const uint16_t *values, int64_t count, int64_t size, int num,
+                       const uint16_t *next, float totals[][MOST_HEAD]) {
+    int64_t column = 0;
+    for (; column + 32 <= size; column += 32)
+        add_columns(weights, values + column, count, size, 32, num, column ? NULL : next,
+                    (float(*)[MOST_HEAD])(totals[0] + column));
+    if (column < size)
+        add_columns(weights, values + column, count, size, size - column, num, column ? NULL : next,
+                    (float(*)[MOST_HEAD])(totals[0] + column));
 }
 
 /* 16 columns of `totals`. */
@@ -161,7 +189,7 @@ INLINE vec in_order(const float *totals, int64_t column) {
 }
 
 INLINE void attend_to(const attended *to, int num) {
-    float scores[KEYS_AT_ONCE], totals[MOST_QUERIES][MOST_HEAD], largest[MOST_QUERIES], sums[MOST_QUERIES];
+    float scores[MOST_QUERIES][KEYS_AT_ONCE], totals[MOST_QUERIES][MOST_HEAD], largest[MOST_QUERIES], sums[MOST_QUERIES];
     uint16_t weights[MOST_QUERIES][KEYS_AT_ONCE];
     int64_t size = to->size, columns = (size + 31) / 32 * 32;
     for (int q = 0; q < num; q++) {
@@ -171,22 +199,23 @@ INLINE void attend_to(const attended *to, int num) {
     }
     for (int64_t first = 0; first < to->count; first += KEYS_AT_ONCE) {
         int64_t count = to->count - first < KEYS_AT_ONCE ? to->count - first : KEYS_AT_ONCE;
+        const uint16_t *values = to->values + first * size, *keys = to->keys + first * size;
+        const uint16_t *next = first + count < to->count ? keys + count * size : to->next;
+        scores_of(to->queries, keys, count, size, num, values, scores);
         for (int q = 0; q < num; q++) {
-            scores_of(to->queries + q * size, to->keys + first * size, count, size,
-                      q == 0 ? to->values + first * size : NULL, scores);
-            float most = largest_of(scores, count, to->scale);
+            float most = largest_of(scores[q], count, to->scale);
             most = largest[q] > most ? largest[q] : most;
             if (most == -INFINITY) {
                 memset(weights[q], 0, (size_t)count * 2);
                 continue;
             }
-            float sum = to_weights(scores, count, most, weights[q]), before = expf(largest[q] - most);
+            float sum = to_weights(scores[q], count, most, weights[q]), before = expf(largest[q] - most);
             sums[q] = fmaf(before, sums[q], sum);
             largest[q] = most;
             for (int64_t column = 0; first && column < columns; column += LANES)
                 STORE(totals[q] + column, MUL(LOAD(totals[q] + column), ALL(before)));
         }
-        add_values(weights, to->values + first * size, count, size, num, totals);
+        add_values(weights, values, count, size, num, next, totals);
     }
     for (int q = 0; q < num; q++) {
         float sum = sums[q] == 0.0f ? 1.0f : sums[q], factor = 1.0f / sum;

@@ -33,6 +33,7 @@ class _Attended(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("outputs", ctypes.c_void_p),
         ("log_sums", ctypes.c_void_p),
+        ("next", ctypes.c_void_p),
     )
 
 

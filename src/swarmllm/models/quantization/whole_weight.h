@@ -26,6 +26,7 @@ typedef struct {
     float scale;
     uint16_t *outputs; /* [num, size] */
     float *log_sums;   /* [num], logarithms of the sums of exponentials; or NULL */
+    const uint16_t *next; /* keys that are read after these; or NULL */
 } attended;
 
 void swarmllm_attend_as_torch(const attended *to);
