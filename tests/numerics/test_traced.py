@@ -222,7 +222,7 @@ def test_many_rows_are_left_to_torch(llama: BlockSpan, monkeypatch: pytest.Monke
     assert not rows
 
 
-@pytest.mark.parametrize(("faster", "rows_of_lines"), [(64, [20]), (16, [10, 10]), (0, [])])
+@pytest.mark.parametrize(("faster", "rows_of_lines"), [(throughput.MANY_SESSIONS, [20]), (16, [10, 10]), (0, [])])
 def test_many_sessions_run_in_the_way_that_is_faster(
     faster: int, rows_of_lines: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,7 +48,7 @@ def test_wrong_ways_are_not_tried() -> None:
 
 
 def test_the_first_run_may_be_slow() -> None:
-    device = Device({RAGGED: 0.008, PADDED: 0.004, ONE_BY_ONE: 0.020}, first_s=0.008)
+    device = Device({RAGGED: 0.004, PADDED: 0.002, ONE_BY_ONE: 0.010}, first_s=0.004)
     assert device.choose() == PADDED
     assert device.measured == [*ALL] * PACKING_ROUNDS
 

@@ -39,10 +39,12 @@ PACKING_STEPS_S = 0.02
 """Time of one step of each session, one by one; as many blocks as that are measured, one at least. Assumed."""
 PACKING_BUDGET_S = 0.15
 """Seconds after which no further round begins."""
-PACKING_ROUNDS = 3
-"""Number of rounds; the fastest counts, as disturbances only ever make a measurement slower."""
-MANY_SESSIONS = 64
-"""Number of sessions that try whether recorded lines are faster than the chosen way."""
+PACKING_ROUNDS = 6
+"""At most; the fastest counts, as disturbances only ever make a measurement slower. With 3, a second program on the
+same cores turned every fourth choice."""
+MANY_SESSIONS = 32
+"""Number of sessions that try whether recorded lines are faster than the chosen way. With twice as many, torch's
+products are as fast as ours (bfloat16, hidden 512), and servers seldom have so many at once."""
 MANY_S = 0.2
 """Seconds of decode steps of so many sessions, one by one, in a block. Larger blocks aren't tried, as the server would
 start seconds later, and they gain least."""
@@ -153,7 +155,7 @@ def measure_lines(packer: Packer, decode_ms_per_block: float) -> None:
         packer.traced_at_once = at_once
         return seconds(blocks, partial(packer.run_calls, calls))
 
-    packer.traced_at_once = choose_packing((MANY_SESSIONS, packer.forward.traced.most_rows, 0), step_s)
+    packer.traced_at_once = choose_packing((packer.forward.traced.most_rows, MANY_SESSIONS, 0), step_s)
 
 
 @dataclass(frozen=True, kw_only=True)
