@@ -3,9 +3,11 @@
     pip install --target /tmp/gguf gguf                    # writes the file; never a dependency
     cmake -B /tmp/llama -DGGML_RPC=ON … && cmake --build /tmp/llama --target llama-bench ggml-rpc-server
     PYTHONPATH=/tmp/gguf python benchmarks/llama_cpp.py /tmp/llama/bin [--kinds Q8_0 Q4_K] [--shape 2048x16]
+        [--depths 0 2048]
 
 One process: our blocks in this process against `llama-bench`, both with one thread. (Ours lacks embeddings and head,
-which take 1 % with the small vocabulary of these models.) Two servers: two of ours, each with half of the blocks, and a
+which take 1 % with the small vocabulary of these models.) `--depths`: positions before those that are decoded.
+Two servers: two of ours, each with half of the blocks, and a
 client that generates, against `llama-bench` with two `rpc-server`s; one thread for each server. The ratio is that of
 the medians. Writes results/llama_cpp.json.
 """
@@ -38,6 +40,8 @@ from swarmllm.models.span.span_cache import SpanCache
 
 VOCABULARY = 4096
 DECODED = 32
+PIECE = 512
+"""Positions before a step are computed so many at a time."""
 SEARCHED = ("Q4_K", "Q5_K", "Q6_K")
 """Kinds into which the package gguf rounds nothing."""
 MATRICES = {
@@ -95,7 +99,7 @@ def save_model(shape: str, kind: str, directory: Path) -> Path:
 
 
 @torch.inference_mode()
-def one_process(packer: Packer, hidden_size: int, prompts: list[int]) -> dict[str, float]:
+def one_process(packer: Packer, hidden_size: int, prompts: list[int], depths: list[int]) -> dict[str, float]:
     """Tokens per second, as a server computes them."""
     blocks = packer.blocks
 
@@ -110,21 +114,36 @@ def one_process(packer: Packer, hidden_size: int, prompts: list[int]) -> dict[st
         began_at = time.perf_counter()
         run(count, blocks.new_cache())
         found[f"prefill {count}"] = count / (time.perf_counter() - began_at)
-    cache = blocks.new_cache()
-    run(1, cache)
-    began_at = time.perf_counter()
-    for _ in range(DECODED):
+    for depth in depths:
+        cache = blocks.new_cache()
+        for start in range(0, depth, PIECE):
+            run(min(PIECE, depth - start), cache)
         run(1, cache)
-    return {**found, "decode": DECODED / (time.perf_counter() - began_at)}
+        began_at = time.perf_counter()
+        for _ in range(DECODED):
+            run(1, cache)
+        found[decode_at(depth)] = DECODED / (time.perf_counter() - began_at)
+    return found
 
 
-def llama_bench(bin_directory: Path, model: Path, prompts: list[int], *options: str) -> dict[str, float]:
+def decode_at(depth: int) -> str:
+    return f"decode after {depth}" if depth else "decode"
+
+
+def llama_bench(
+    bin_directory: Path, model: Path, prompts: list[int], depths: list[int], *options: str
+) -> dict[str, float]:
     """Tokens per second."""
-    command = [bin_directory / "llama-bench", "-m", model, "-p", ",".join(map(str, prompts)), "-n", str(DECODED)]
-    output = subprocess.check_output(
-        [*command, "-r", "1", "-t", "1", "-o", "json", *options], stderr=subprocess.DEVNULL
-    )
-    return {f"prefill {one['n_prompt']}" if one["n_prompt"] else "decode": one["avg_ts"] for one in json.loads(output)}
+    command = [bin_directory / "llama-bench", "-m", model, "-r", "1", "-t", "1", "-o", "json", *options]
+    found = {}
+    for tests in (
+        ("-n", "0", "-p", ",".join(map(str, prompts))),
+        ("-p", "0", "-n", str(DECODED), "-d", ",".join(map(str, depths))),
+    ):
+        for one in json.loads(subprocess.check_output([*command, *tests], stderr=subprocess.DEVNULL)):
+            name = f"prefill {one['n_prompt']}" if one["n_prompt"] else decode_at(one["n_depth"])
+            found[name] = one["avg_ts"]
+    return found
 
 
 @contextmanager
@@ -150,10 +169,12 @@ def rpc_servers(bin_directory: Path) -> Iterator[str]:
             one.wait()
 
 
-def two_servers(model: Any, prompts: list[int]) -> dict[str, float]:
+def two_servers(model: Any, prompts: list[int], depths: list[int]) -> dict[str, float]:
     """Tokens per second."""
     found = {f"prefill {count}": count / timed_generation(model, count, 1).first_token_s for count in prompts}
-    return {**found, "decode": timed_generation(model, 1, DECODED + 1).tokens_per_s}
+    return found | {
+        decode_at(depth): timed_generation(model, max(depth, 1), DECODED + 1).tokens_per_s for depth in depths
+    }
 
 
 def compare(ours: Any, theirs: Any, repeats: int) -> list[list[Any]]:
@@ -176,8 +197,8 @@ def measure(arguments: argparse.Namespace, kind: str, directory: Path) -> dict[s
     packers[0].trace()
     del blocks
     alone = compare(
-        lambda: one_process(packers[0], sizes["hidden"], arguments.prompts),
-        lambda: llama_bench(arguments.bin, path, arguments.prompts),
+        lambda: one_process(packers[0], sizes["hidden"], arguments.prompts, arguments.depths),
+        lambda: llama_bench(arguments.bin, path, arguments.prompts, arguments.depths),
         arguments.repeats,
     )
     packers.clear()  # the servers need the memory
@@ -194,8 +215,10 @@ def measure(arguments: argparse.Namespace, kind: str, directory: Path) -> dict[s
         config = ClientConfig(initial_peers=tuple(swarm.initial_peers), speculation="off")
         with AutoDistributedModel.from_pretrained(str(path), client_config=config) as model:
             together = compare(
-                lambda: two_servers(model, arguments.prompts),
-                lambda: llama_bench(arguments.bin, path, arguments.prompts, "--rpc", rpc, "-ngl", "99"),
+                lambda: two_servers(model, arguments.prompts, arguments.depths),
+                lambda: llama_bench(
+                    arguments.bin, path, arguments.prompts, arguments.depths, "--rpc", rpc, "-ngl", "99"
+                ),
                 arguments.repeats,
             )
     return {"one process": alone, "two servers": together}
@@ -207,6 +230,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="2048x16")
     parser.add_argument("--kinds", nargs="+", default=["Q8_0", "Q4_K"])
     parser.add_argument("--prompts", nargs="+", type=int, default=[128, 512])
+    parser.add_argument("--depths", nargs="+", type=int, default=[0], help="positions before those that are decoded")
     parser.add_argument("--activations", choices=["none", "int8"], default="none", help="of our servers")
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()

@@ -448,20 +448,19 @@ class Packer:
         return [outcomes[idx] for idx in range(len(calls))]
 
     def _parts(self, group: list[int], calls: Sequence[SessionCall]) -> list[list[int]]:
-        """Parts of calls that run traced: of about the same size if each call has one row."""
+        """Parts of calls that run traced, of about as many rows each."""
         most = max(self.traced_at_once, self.forward.traced.most_rows)
         rows = {idx: _num_rows(calls[idx]) for idx in group}
-        if sum(rows.values()) == len(group):
-            num_parts = -(-len(group) // most)
-            return [group[part::num_parts] for part in range(num_parts)]
+        total = sum(rows.values())
+        size = -(-total // -(-total // most))
         parts: list[list[int]] = []
-        room = 0
+        filled = most
         for idx in group:
-            if not parts or rows[idx] > room:
+            if filled >= size or filled + rows[idx] > most:
                 parts.append([])
-                room = most
+                filled = 0
             parts[-1].append(idx)
-            room -= rows[idx]
+            filled += rows[idx]
         return parts
 
     def _run_group(self, calls: Sequence[SessionCall], way: Packing) -> list[OutputOrError]:
