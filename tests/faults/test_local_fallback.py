@@ -188,7 +188,7 @@ def test_refused(llama: Path, swarm: Faulty, tmp_path: Path) -> None:
 
     with pytest.raises(ConfigurationError, match="has another tokenizer than the swarm's model"):
         open_backed(str(other))
-    with pytest.raises(ConfigurationError, match="must be a model for text generation, and '/nowhere' can't be loaded"):
+    with pytest.raises(ConfigurationError, match="and the directory '/nowhere' does not exist"):
         open_backed("/nowhere")
     with pytest.raises(ConfigurationError, match="fallback_after needs fallback_to_local"):
         ClientConfig(fallback_after=2)

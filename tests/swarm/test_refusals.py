@@ -104,11 +104,13 @@ REFUSED: dict[str, Call] = {
     "early exit": text(assistant_early_exit=2),
     "early exit, sampled": text(assistant_early_exit=2, do_sample=True),
     "a cache of keys and values": text(past_key_values=DynamicCache()),
+    "a quantized cache": text(cache_implementation="quantized"),
     "breakers without a tokenizer": text(dry_multiplier=1.0, dry_sequence_breakers=["a"]),
     "options that don't fit": text(mirostat_tau=2.0, do_sample=False),
     "attention weights of a text": text(output_attentions=True, return_dict_in_generate=True),
     "a mask of another length for a text": text(attention_mask=WRONG),
     "hidden words in a mask": text(attention_mask=torch.ones_like(IDS) * 0.5),
+    "no rows": text(inputs=IDS[:0]),
     "no text": text(inputs=IDS[:, :0]),
     "no text at all": lambda model: model.generate(
         max_new_tokens=4, input_ids=None, inputs_embeds=None, attention_mask=WRONG
@@ -131,6 +133,8 @@ REFUSED: dict[str, Call] = {
     "a mask that is no tensor": forward(attention_mask=[[1] * 9]),
     "a trained mask": forward(attention_mask=torch.ones(1, 9, requires_grad=True)),
     "embeddings of another width": forward(input_ids=None, inputs_embeds=torch.zeros(1, 3, 5)),
+    "ids with too many dimensions": forward(input_ids=IDS[None]),
+    "no rows of ids": forward(input_ids=IDS[:0]),
     "neither ids nor embeddings": forward(input_ids=None),
     "too many tokens": lambda model: model(prompt(1, 9000), use_cache=False),
     "fewer blocks": with_config("num_hidden_layers", 2, forward()),

@@ -25,7 +25,7 @@ MODES = ["ptune", "deep_ptune"]
 
 def swarm_model(directory: Path, swarm: LocalSwarm, mode: str | None, cls: Any = None, **options: Any) -> Any:
     cls = cls or AutoDistributedModelForCausalLM
-    options = {"pre_seq_len": NUM_PROMPTS, **options}
+    options = {**({"pre_seq_len": NUM_PROMPTS} if mode else {}), **options}
     return cls.from_pretrained(str(directory), initial_peers=swarm.initial_peers, tuning_mode=mode, **options)
 
 
@@ -160,6 +160,9 @@ def test_a_classifier_with_deep_prompts_learns(llama: Path, swarm: LocalSwarm) -
     [
         ({"tuning_mode": "sing"}, "one of ptune, deep_ptune"),
         ({"tuning_mode": "ptune"}, "needs pre_seq_len"),
+        ({"tuning_mode": "ptune", "pre_seq_len": "4"}, "needs pre_seq_len"),
+        ({"tuning_mode": "ptune", "pre_seq_len": 4.5}, "needs pre_seq_len"),
+        ({"pre_seq_len": 4}, "pre_seq_len trains positions by a tuning_mode"),
         ({"tuning_mode": "deep_ptune", "pre_seq_len": 5000}, "1 to 1024"),
     ],
 )

@@ -362,7 +362,7 @@ class _AutoDistributed:
             SwarmError: arguments, architecture or files can't be used; the swarm lacks blocks, or can't be joined.
         """
         hf_kwargs = without_refused(hf_kwargs, inspect.signature(cls.from_pretrained).parameters)
-        config = _with_arguments(client_config or ClientConfig(), initial_peers, local_blocks)
+        config = _with_arguments(client_config, initial_peers, local_blocks)
         where = {"revision": revision, "token": token or hub_token(), "cache_dir": cache_dir or default_cache_dir()}
         checkpoint = open_checkpoint(f"{name_or_path}/{gguf_file}" if gguf_file else str(name_or_path), **where)
         hf_kwargs |= {"tuning_mode": tuning_mode, "pre_seq_len": pre_seq_len}
@@ -373,13 +373,20 @@ class _AutoDistributed:
 
 
 def _with_arguments(
-    config: ClientConfig, initial_peers: Sequence[str] | str | None, local_blocks: str | None
+    config: ClientConfig | None, initial_peers: Sequence[str] | str | None, local_blocks: str | None
 ) -> ClientConfig:
-    """The config with these arguments in place of its own."""
-    if initial_peers is not None:
-        peers = (initial_peers,) if isinstance(initial_peers, str) else tuple(initial_peers)
-        config = replace(config, initial_peers=peers)
-    return config if local_blocks is None else replace(config, local_blocks=local_blocks)
+    """The config with these arguments in place of its own.
+
+    Raises:
+        ConfigurationError: these are no settings.
+    """
+    config = ClientConfig() if config is None else config
+    if not isinstance(config, ClientConfig):
+        raise ConfigurationError(
+            f"client_config must be a ClientConfig, like client_config=ClientConfig(max_retries=3), not {config!r}"
+        )
+    arguments: dict[str, Any] = {"initial_peers": initial_peers, "local_blocks": local_blocks}
+    return replace(config, **{name: value for name, value in arguments.items() if value is not None})
 
 
 def open_in_swarm(

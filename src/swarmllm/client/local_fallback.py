@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from swarmllm.client.session.inference_session import InferenceSession
-from swarmllm.config import ClientConfig, default_cache_dir, hub_token
+from swarmllm.config import ClientConfig, default_cache_dir, hub_token, require_directory_or_hub_id
 from swarmllm.errors import ConfigurationError, PeerError, RoutingError
 from swarmllm.files import user_path
 from swarmllm.models.architecture import cache_argument, decoder_stack, has_vision, text_config
@@ -31,6 +31,10 @@ def open_local_model(name: str, purpose: str, device: torch.device) -> PreTraine
     Raises:
         ConfigurationError: it can't be loaded; `purpose` is what the message says that it was wanted as.
     """
+    try:
+        require_directory_or_hub_id(name)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{purpose}, and {error}") from None
     if partial_files(user_path(name)) is not None:  # transformers would read zeros
         raise ConfigurationError(f"{purpose}, and {name!r} holds only parts of one: name a whole model")
     try:

@@ -176,6 +176,11 @@ def open_model(
     return model, tokenizer
 
 
+def context_length(model: Any) -> int | None:
+    """Positions that a model was made for; None: it doesn't say."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
 def take_over_preferences(model: Any, tokenizer: Any, names: Sequence[str], *, name: str) -> None:
     """Give the model a generation config with the fields `names` of its own one, and otherwise transformers' defaults.
 

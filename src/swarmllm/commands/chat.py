@@ -9,7 +9,14 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
-from swarmllm.client.text_generation import Conversation, TextConfig, answer_streamer, open_model, with_model_here
+from swarmllm.client.text_generation import (
+    Conversation,
+    TextConfig,
+    answer_streamer,
+    context_length,
+    open_model,
+    with_model_here,
+)
 from swarmllm.command_line import Parser, one_line, run_program
 from swarmllm.config import (
     ClientConfig,
@@ -140,7 +147,7 @@ def _talk(config: ChatConfig, lines: Iterable[str], interactive: bool) -> str | 
         model, tokenizer = open_model(config, seed=config.seed)
     except SwarmError as error:
         raise _NotOpenedError(error) from None
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or MAX_POSITION
+    context = context_length(model) or MAX_POSITION
     max_length = min(config.max_length or context, context)
     with model, model.remote_blocks.new_session(1, min(max_length, FIRST_LENGTH), grows=True) as session:
         conversation = Conversation(model, tokenizer, session, config.generation_options(), max_length=max_length)

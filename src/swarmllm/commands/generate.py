@@ -1,9 +1,11 @@
 """`swarmllm generate`: print text from a swarm as it is generated."""
 
+import logging
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-from swarmllm.client.text_generation import TextConfig, open_model, with_model_here
+from swarmllm.client.text_generation import TextConfig, context_length, open_model, with_model_here
 from swarmllm.command_line import Parser, read_stdin, run_program
 from swarmllm.config import (
     ClientConfig,
@@ -16,6 +18,8 @@ from swarmllm.config import (
 from swarmllm.decoding.options import DecodingOptions
 from swarmllm.errors import ConfigurationError, SwarmError
 from swarmllm.invite import is_invite
+
+logger = logging.getLogger(__name__)
 
 SHORTEST_PEER_ID = 40
 EXAMPLES = """examples:
@@ -75,6 +79,8 @@ def generate(config: TextConfig, prompt: str) -> None:
 
     with model:
         inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+        options = config.generation_options()
+        options["max_new_tokens"] = _tokens_left(model, inputs.input_ids.shape[1], config.max_new_tokens)
         streamer = TextStreamer(tokenizer, skip_special_tokens=True)
         try:
             model.generate(
@@ -82,11 +88,30 @@ def generate(config: TextConfig, prompt: str) -> None:
                 attention_mask=inputs.attention_mask,
                 streamer=streamer,
                 tokenizer=tokenizer,
-                **config.generation_options(),
+                **options,
             )
         except SwarmError:
             streamer.end()  # end the line of the text so far, so that the error begins a line of its own
             raise
+
+
+def _tokens_left(model: Any, num_tokens: int, wanted: int | None) -> int | None:
+    """Tokens to write after a prompt of so many: what is wanted, up to the end of the model's context.
+
+    Raises:
+        ConfigurationError: the prompt is longer than that.
+    """
+    context = context_length(model)
+    if context is None:
+        return wanted
+    if num_tokens >= context:
+        raise ConfigurationError(
+            f"the model's maximum is {context} tokens, but the prompt has {num_tokens}: shorten the prompt"
+        )
+    left = context - num_tokens
+    if wanted is not None and wanted > left:
+        logger.warning("at most %d tokens follow this prompt: the model's maximum is %d", left, context)
+    return left if wanted is None else min(wanted, left)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,6 +1,7 @@
 """A draft that is asked for where nothing is speculated is refused by name, before any swarm is looked for."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.gateway.vision_model import save_vision_model
@@ -28,6 +29,17 @@ def test_refused_at_once(kind: str, what: str, speculation: str, tmp_path: Path)
     words = f"this is a {what}.*: leave out speculation='{speculation}'"
     with pytest.raises(ConfigurationError, match=words):
         AutoDistributedModel.from_pretrained(str(tmp_path), initial_peers=[NOBODY], client_config=config)
+
+
+@pytest.mark.parametrize("given", [{"max_retries": 3}, {}, "auto"], ids=str)
+def test_settings_that_are_no_client_config_are_refused(given: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"client_config must be a ClientConfig, like client_config=Cl"):
+        AutoDistributedModel.from_pretrained("M", initial_peers=[NOBODY], client_config=given)
+
+
+def test_initial_peers_that_are_no_list_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="initial_peers must be a list of texts, not 7"):
+        AutoDistributedModel.from_pretrained("M", initial_peers=7)
 
 
 @pytest.mark.parametrize("task", Task)

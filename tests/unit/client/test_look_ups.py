@@ -18,7 +18,7 @@ from swarmllm.errors import MissingBlocksError
 from swarmllm.network.p2p.discovery import HERE_FILE, SwarmHere, find_swarm_here
 from swarmllm.network.p2p.identity import Identity
 
-SWARM = Identity.generate().peer_id
+SWARM, OTHER = (Identity.generate().peer_id for _ in range(2))
 
 
 class Empty:
@@ -46,6 +46,33 @@ async def test_missing_blocks(
     error = await look_ups.explained(MissingBlocksError("nobody serves them", missing), None, "")
     assert str(error).endswith(end)
     assert error.block_idxs == missing
+
+
+@pytest.mark.parametrize(
+    ("settings", "missing", "said"),
+    [
+        ({"allowed_servers": ()}, 1, "servers that your allowed_servers leaves out: change it"),
+        ({"allowed_servers": (OTHER,)}, 1, "servers that your allowed_servers leaves out: change it"),
+        ({"blocked_servers": (SWARM,)}, 0, "servers that your blocked_servers leaves out: change it"),
+        ({"blocked_servers": (OTHER,)}, 0, "serves no model"),
+        ({"blocked_servers": (SWARM,)}, 3, "serves no model"),  # that server hasn't this block either
+    ],
+)
+async def test_servers_that_are_left_out_are_named(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], missing: int, said: str
+) -> None:
+    class Directory(Empty):
+        async def servers(self, fingerprint: str) -> tuple[ServerInfo, ...]:
+            return (ServerInfo(peer_id=SWARM, start=0, end=2),)
+
+    config = ClientConfig(initial_peers=("/ip4/1.2.3.4/tcp/5",), **settings)
+    look_ups = LookUps(config, name="org/model", fingerprint="f", num_blocks=4, check_greeting=lambda *_: None)
+    monkeypatch.setattr(look_ups, "_directory", Directory(), raising=False)
+    monkeypatch.setattr(look_ups, "_peer", SimpleNamespace(is_alone=False))
+    await look_ups.refresh()
+    look_ups.snapshot = SwarmSnapshot(4)
+    error = await look_ups.explained(MissingBlocksError(f"nobody serves block {missing}", (missing,)), None, "")
+    assert said in str(error)
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,8 @@ class LookUps:
         self.encoder_blocks = 0
         """Number of the encoder's blocks, which are the first ones."""
         self.snapshot = SwarmSnapshot(num_blocks=num_blocks)
+        self._refused: tuple[ServerInfo, ...] = ()
+        """Servers of the model that the user's settings leave out."""
         path = config.contributor_identity
         contributor = None if path is None else Identity.load(path)
         self.verified = VerifiedPeers(lambda: self.peer, fingerprint, contributor=contributor, check=check_greeting)
@@ -187,7 +189,9 @@ class LookUps:
                 if self.peer.is_alone and self._found_on_lan:
                     self._look_at_lan_soon()
                 servers = await self._directory.servers(self.fingerprint)
-                usable = tuple(s for s in servers if s.end <= self.num_blocks and self._may_use(s))
+                fitting = [server for server in servers if server.end <= self.num_blocks]
+                usable = tuple(filter(self._may_use, fitting))
+                self._refused = tuple(server for server in fitting if server not in usable)
                 self.snapshot = SwarmSnapshot(self.num_blocks, usable, self.encoder_blocks, taken_at=time.monotonic())
                 self.verified.forget_others(usable)
                 if len(online := self.snapshot.online()) > PINGS_PER_ROUND:  # otherwise pings greet all of them
@@ -241,6 +245,11 @@ class LookUps:
         `adapter`: the adapter that servers must have; `left_out`: half a sentence about servers with other weights.
         """
         names = sorted({record.name for record in (await self._directory.models()).values()})
+        if settings := self._refused_by(error.block_idxs):
+            return MissingBlocksError(
+                f"{error} of {self.name} but servers that your {settings} leaves out: change it, or start others",
+                error.block_idxs,
+            )
         if not self.snapshot.servers and self.peer.is_alone:
             place = "on this network" if self._found_on_lan else "where it was"
             return MissingBlocksError(
@@ -265,6 +274,18 @@ class LookUps:
         if missing := error.block_idxs:  # empty if the servers' spans can't be joined
             text += f": {how_to_serve(missing, self.name, self.config.initial_peers, self._swarm_name)}"
         return MissingBlocksError(text, missing)
+
+    def _refused_by(self, block_idxs: Sequence[int]) -> str:
+        """The setting by which this client leaves out servers of these blocks; "" if there are none."""
+        if not any(block in server.span for server in self._refused for block in block_idxs):
+            return ""
+        config = self.config
+        given = {
+            "allowed_servers": config.allowed_servers is not None,
+            "blocked_servers": bool(config.blocked_servers),
+            "verify_fraction": bool(config.verify_fraction),
+        }
+        return " or ".join(name for name, is_given in given.items() if is_given)
 
     def _may_use(self, server: ServerInfo) -> bool:
         config, peer_id = self.config, server.peer_id

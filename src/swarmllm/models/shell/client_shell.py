@@ -257,6 +257,10 @@ class ClientShell:
                 "assistant_early_exit would run some of the blocks, and servers run all of them: set it to None, and "
                 "give generate() an assistant_model= or prompt_lookup_num_tokens="
             )
+        if found[0].cache_implementation == "quantized":  # others change where a cache is, and not what it holds
+            raise ConfigurationError(
+                "cache_implementation 'quantized' would round keys and values, and servers don't: leave it out"
+            )
         return found
 
     def _prepare_cache_for_generation(
@@ -276,6 +280,8 @@ class ClientShell:
             return
         if generation_config.use_cache is False:
             return
+        if not batch_size:
+            raise ConfigurationError("the text is empty: give generate() at least one row")
         # Prompt lookup also sends guesses beyond the last token, and they need room.
         room = 1 + (generation_config.prompt_lookup_num_tokens or 0) + SOFT_PROMPT_ROOM
         room += 0 if self.tuned_prompts is None else len(self.tuned_prompts)

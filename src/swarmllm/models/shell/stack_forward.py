@@ -271,6 +271,8 @@ def _given(stack: PreTrainedModel, kwargs: dict[str, Any]) -> Tensor:
     width = getattr(stack.get_input_embeddings(), "embedding_dim", None)
     if embeds is not None and width is not None and (embeds.ndim != 3 or embeds.shape[-1] != width):
         raise ConfigurationError(f"inputs_embeds must be [batch, seq, {width}], not {list(embeds.shape)}")
+    if embeds is None and given.ndim != 2:
+        raise ConfigurationError(f"input_ids must be [batch, seq], not {list(given.shape)}")
     return given
 
 

@@ -123,7 +123,7 @@ def attach_prompts(model: PreTrainedModel, mode: str, pre_seq_len: int, num_bloc
     """
     if mode not in MODES:
         raise ConfigurationError(f"tuning_mode must be one of {', '.join(MODES)}, not {mode!r}")
-    if not 1 <= pre_seq_len <= MAX_PROMPTS:
+    if pre_seq_len not in range(1, MAX_PROMPTS + 1):  # nor is a word or half a position
         raise ConfigurationError(f"tuning_mode needs pre_seq_len, 1 to {MAX_PROMPTS} trained positions")
     name = type(model).__name__
     if is_encoder(model.config):
