@@ -38,7 +38,7 @@ from pathlib import PurePath
 from types import NoneType, TracebackType, UnionType
 from typing import Any, NoReturn, Self, TypeVar, get_args, get_type_hints
 
-from swarmllm.config import default_initial_peers, default_log_level, parse_block_indices
+from swarmllm.config import ClientModelConfig, default_initial_peers, default_log_level, parse_block_indices
 from swarmllm.errors import ConfigurationError, SwarmError
 from swarmllm.files import decoded, read_text
 from swarmllm.invite import is_invite, unpack_invites
@@ -209,9 +209,12 @@ class Parser(argparse.ArgumentParser):
         known = [name for action in self._actions for name in action.option_strings]
         in_file = {action.dest for action, _, one in self.settings if is_in_file(one)}
         shown = [name for action in self._actions if action.dest not in in_file for name in action.option_strings]
+        of_clients = {f"--{one.name}" for one in fields(ClientModelConfig)}
         for flag in flags:
             name = flag.partition("=")[0]
             if name.startswith("--") and len(name) > 2 and name not in known and " " not in name:
+                if name in of_clients:
+                    self.error(f"{name} is a setting of clients: give it to one, like swarmllm generate")
                 near = [one for one in shown if one.startswith(f"{name}_")] or difflib.get_close_matches(
                     name, shown, n=1
                 )
@@ -242,11 +245,16 @@ class Parser(argparse.ArgumentParser):
             self.error(f"can't read --config {path}: {error}")
         flags: list[str] = []
         known = {name for action in self._actions for name in action.option_strings}
+        switches = {name for one in self._actions if one.nargs == 0 for name in (f"--{one.dest}", *one.option_strings)}
         for key, value in table.items():
             flag, given_value = _underscored(f"--{key}"), value
             off = f"--no_{flag[2:]}"
             if isinstance(value, bool) and off in known:  # a setting that is on by default
                 flag, given_value = off, not value
+            if flag in switches and not isinstance(value, bool):
+                self.error(f"{key} in {path} must be true or false, not {value!r}")
+            if flag in known - switches and isinstance(value, bool):
+                self.error(f"{key} in {path} can't be {str(value).lower()}: give a value, or leave it out")
             if flag in given or (given_value is False and flag in known):
                 continue
             flags.append(flag)

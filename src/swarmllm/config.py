@@ -5,16 +5,30 @@ environment.
 The docstring below a field is its help: `--help` shows the first sentence, `--help_all` the whole text.
 """
 
+import math
 import os
 import re
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cache
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, get_args, get_type_hints
 
 from swarmllm.errors import ConfigurationError
 from swarmllm.files import existing_path, has_home, user_cache_dir, user_path
-from swarmllm.invite import Invite, agreed_name, merge_allowed, unpack_invites
+from swarmllm.invite import (
+    PEER_ID_CHARS,
+    PEER_ID_PREFIX,
+    Invite,
+    agreed_name,
+    merge_allowed,
+    peer_id_problem,
+    require_peer_ids,
+    unpack_invites,
+)
 
 BALANCE_QUALITY = 0.9
 """Measured in benchmarks/simulate. Petals' 0.75 moves even less, but leaves a swarm that lost servers at three quarters
@@ -154,11 +168,6 @@ FROM_STDIN = "-"
 at once, and send the first one's address to the others while they are still importing."""
 
 
-PEER_ID_PREFIX, PEER_ID_CHARS = "12D3KooW", 52
-"""The first characters of every Ed25519 peer id."""
-_NOT_BASE58 = re.compile(r"[^1-9A-HJ-NP-Za-km-z]")
-
-
 def is_of_machines(swarm_name: str | None) -> bool:
     """True if this is the name of a swarm of machines (`swarmllm up`), the peer id of the swarm's key."""
     return swarm_name is not None and len(swarm_name) == PEER_ID_CHARS and swarm_name.startswith(PEER_ID_PREFIX)
@@ -171,18 +180,11 @@ def require_address(initial_peer: str) -> None:
         raise ConfigurationError(
             f"the initial peer {initial_peer!r} must look like /ip4/1.2.3.4/tcp/31337/p2p/12D3Koo..."
         )
-    if odd := _NOT_BASE58.search(peer_id):
-        problem = f"holds {odd[0]!r}, which a peer id can't have"
-    elif len(peer_id) != PEER_ID_CHARS:
-        problem = f"has {len(peer_id)} characters instead of {PEER_ID_CHARS}"
-    elif not peer_id.startswith(PEER_ID_PREFIX):
-        problem = f"doesn't begin with {PEER_ID_PREFIX}"
-    else:
-        return
-    raise ConfigurationError(
-        f"the initial peer {initial_peer!r} is not a whole address: what follows /p2p/ {problem}; "
-        "copy it again from the line `join with --initial_peers`"
-    )
+    if (problem := peer_id_problem(peer_id)) is not None:
+        raise ConfigurationError(
+            f"the initial peer {initial_peer!r} is not a whole address: what follows /p2p/ {problem}; "
+            "copy it again from the line `join with --initial_peers`"
+        )
 
 
 def require_addresses(initial_peers: Sequence[str]) -> None:
@@ -200,6 +202,85 @@ def require_positive(owner: object, *names: str) -> None:
         if value is not None and not value > 0:
             least = "at least 1" if isinstance(value, int) else "greater than 0"
             raise ConfigurationError(f"{name} must be {least}, not {value!r}")
+
+
+_IN_WORDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    tuple[str, ...]: "a list of texts",
+    tuple[int, int]: "two whole numbers",
+}
+"""The types of settings."""
+
+
+def take_types(owner: Any) -> None:
+    """Bring each field of a settings object into its declared type.
+
+    Paths become texts, lists tuples, one text a list of one, and numpy's numbers Python's.
+
+    Raises:
+        ConfigurationError: a value can't have the type of its field.
+    """
+    for name, (kind, is_optional) in _kinds_of_fields(owner.__class__).items():
+        value = getattr(owner, name)
+        if value is None and is_optional:
+            continue
+        try:
+            object.__setattr__(owner, name, _as_kind(kind, value))
+        except TypeError:
+            wanted = _IN_WORDS[kind] + (" or None" if is_optional else "")
+            raise ConfigurationError(f"{name} must be {wanted}, not {reprlib.repr(value)}") from None
+
+
+@cache
+def _kinds_of_fields(owner: type) -> dict[str, tuple[Any, bool]]:
+    """The type of each field without `| None`, and True if it may be None."""
+    kinds: dict[str, tuple[Any, bool]] = {}
+    hints = get_type_hints(owner)
+    for one in fields(owner):
+        hint = hints[one.name]
+        of_union = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        (kind,) = (kind for kind in of_union if kind is not NoneType)
+        kinds[one.name] = (kind, NoneType in of_union)
+    return kinds
+
+
+def _as_kind(kind: Any, value: Any) -> Any:
+    """Return the value as this type of `_IN_WORDS`.
+
+    Raises:
+        TypeError: it isn't one.
+    """
+    if kind is str and isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if kind in (str, bool) and isinstance(value, kind):
+        return value
+    if isinstance(value, bool):  # Python takes it for a number
+        raise TypeError
+    if kind in (int, float) and isinstance(value, Integral):
+        return int(value)
+    if kind is float and isinstance(value, Real) and not math.isnan(value):
+        return float(value)
+    if kind == tuple[str, ...]:
+        values = (value,) if isinstance(value, (str, os.PathLike)) else value
+        if isinstance(values, Iterable) and not isinstance(values, (bytes, dict)):
+            return tuple(_as_entry(one) for one in values)
+    if kind == tuple[int, int] and isinstance(value, Sequence) and len(value) == 2:
+        return tuple(_as_kind(int, one) for one in value)
+    raise TypeError
+
+
+def _as_entry(value: Any) -> str:
+    """One entry of a list as text. Objects with a text of their own, like multiaddresses, may be in it too.
+
+    Raises:
+        TypeError: it can't be one.
+    """
+    if value is None or isinstance(value, (Real, bytes, dict, list, tuple)):
+        raise TypeError
+    return str(value)
 
 
 def require_known(name: str, value: str, known: Sequence[str]) -> None:
@@ -238,11 +319,7 @@ class SwarmConfig:
     client by this id. None = a new id at each start."""
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if value is not None and "tuple[str" in str(one.type):  # accept a list or a single string as well
-                values = (value,) if isinstance(value, str) else value
-                object.__setattr__(self, one.name, tuple(map(str, values)))
+        take_types(self)
         addresses, invites = unpack_invites(self.initial_peers)
         object.__setattr__(self, "initial_peers", addresses)
         self._follow(invites)
@@ -366,6 +443,7 @@ class ClientConfig(SwarmConfig):
             "max_message_bytes",
             "fallback_after",
         )
+        require_peer_ids(self, "allowed_servers", "blocked_servers")
         if not self.speculation:
             raise ConfigurationError('speculation must be "auto", "off", "ngram", "mtp" or a draft model')
         parse_block_ranges(self.local_blocks or "")
@@ -428,6 +506,11 @@ class PeerConfig(SwarmConfig):
         super().__post_init__()
         if self.port is not None and not 0 <= self.port < 65536:
             raise ConfigurationError(f"port must be 0 to 65535, not {self.port}")
+        if self.port is not None and not any(maddr.endswith(f"/tcp/{self.port}") for maddr in self.listen_maddrs):
+            raise ConfigurationError(
+                f"port {self.port} is in no address of host_maddrs ({' '.join(self.host_maddrs)}): leave port out, or "
+                "end an address in /tcp/0"
+            )
         require_positive(self, "relay_mbps")
 
     @property

@@ -28,6 +28,38 @@ MAX_ENTRIES = 256
 MAX_ENTRY_CHARS = 256
 _KEY = re.compile(r"[0-9a-f]{64}")
 
+PEER_ID_PREFIX, PEER_ID_CHARS = "12D3KooW", 52
+"""The first characters of every Ed25519 peer id."""
+_NOT_BASE58 = re.compile(r"[^1-9A-HJ-NP-Za-km-z]")
+
+
+def peer_id_problem(text: str) -> str | None:
+    """Say what keeps this text from being a peer id, as the end of "it …"; None: it can be one.
+
+    All peers of swarms have Ed25519 keys (`network/p2p/identity`), so their ids look alike. The real parser is slow to
+    import.
+    """
+    if odd := _NOT_BASE58.search(text):
+        return f"holds {odd[0]!r}, which a peer id can't have"
+    if len(text) != PEER_ID_CHARS:
+        return f"has {len(text)} characters instead of {PEER_ID_CHARS}"
+    return None if text.startswith(PEER_ID_PREFIX) else f"doesn't begin with {PEER_ID_PREFIX}"
+
+
+def require_peer_ids(owner: object, *names: str) -> None:
+    """Raise ConfigurationError unless these settings are None or lists of whole peer ids.
+
+    Another text would be equal to no peer's id, so a list would silently allow, prefer or block nobody.
+    """
+    for name in names:
+        for text in getattr(owner, name) or ():
+            if (problem := peer_id_problem(text)) is not None:
+                raise ConfigurationError(
+                    f"{name}: {text!r} is no peer id, which looks like {PEER_ID_PREFIX}…: it {problem}; "
+                    "`swarmllm status --json` shows the whole ids of servers, and servers that refuse a client name "
+                    "the client's"
+                )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Invite:
@@ -68,7 +100,7 @@ def read_invite(entry: str) -> Invite:
     """Read an invite, given as a word or as a file.
 
     Raises:
-        ConfigurationError: the file contains no invite, or the invite is damaged.
+        ConfigurationError: the file contains no invite, the invite is damaged, or it lists peers that can't exist.
     """
     word = entry if entry.startswith(PREFIX) else _word_in_file(entry)
     try:
@@ -77,7 +109,7 @@ def read_invite(entry: str) -> Invite:
         fields = _unpacked(word.removeprefix(PREFIX))
         if not isinstance(fields, dict):
             raise ValueError("it is not a table of fields")
-        return Invite(
+        invite = Invite(
             initial_peers=_texts(fields, "initial_peers") or (),
             model=_text(fields["model"]) if fields.get("model") is not None else None,
             allowed_servers=_texts(fields, "allowed_servers"),
@@ -89,6 +121,13 @@ def read_invite(entry: str) -> Invite:
         )
     except ValueError as error:
         raise ConfigurationError(f"the invite {entry[:24]}… is damaged ({error}); copy the whole word again") from None
+    try:
+        require_peer_ids(invite, "allowed_servers", "allowed_clients")
+    except ConfigurationError as error:  # the word is whole, so to copy it again would not help
+        raise ConfigurationError(
+            f"ask for a new invite instead of {entry[:24]}…, with whole peer ids: {error}"
+        ) from None
+    return invite
 
 
 def unpack_invites(entries: Iterable[str]) -> tuple[tuple[str, ...], tuple[Invite, ...]]:

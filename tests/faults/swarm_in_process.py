@@ -43,6 +43,11 @@ CACHE_TOKENS = 4096
 OnSend = Callable[["Server", MessageType, dict[str, Any], Any], tuple[MessageType, dict[str, Any], Any]]
 
 
+def server_id(number: int) -> str:
+    """The peer id of this server. It has the form of a real one."""
+    return f"12D3KooWserver{chr(ord('A') + number)}".ljust(52, "x")
+
+
 class Blocks:
     """The blocks of a checkpoint, loaded once for each span, and the event loop and device thread of all swarms."""
 
@@ -79,7 +84,7 @@ class Server:
     """One server: what it announces, and its handler."""
 
     def __init__(self, swarm: "InProcessSwarm", number: int, span: Span, announced: dict[str, Any]) -> None:
-        self.peer_id = f"server{number}".ljust(46, "x")
+        self.peer_id = server_id(number)
         blocks = swarm.blocks.of(span)
         options = {"decode_ms_per_block": 1.0, "throughput": 100.0, "cache_tokens_left": CACHE_TOKENS, **announced}
         options |= {"dtype": str(blocks.dtype).removeprefix("torch."), "replays_steps": True} | announced

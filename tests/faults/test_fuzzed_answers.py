@@ -18,7 +18,7 @@ import torch
 from fuzzed_messages import ODD_VALUES, Conversation, wire
 from hostile import held_bytes, num_awaited
 from mistakes import logged_mistakes
-from swarm_in_process import Blocks, InProcessSwarm, Reference, Server
+from swarm_in_process import Blocks, InProcessSwarm, Reference, Server, server_id
 
 from swarmllm import ClientConfig
 from swarmllm.client.batches.batch_runner import BatchRunner
@@ -52,7 +52,7 @@ class HostileSwarm(InProcessSwarm):
     """Two honest servers, and three whose words are changed while `random` is set."""
 
     def __init__(self, blocks: Blocks) -> None:
-        super().__init__(blocks, SPANS, allowed_servers=[f"server{number}".ljust(46, "x") for number in HONEST])
+        super().__init__(blocks, SPANS, allowed_servers=[server_id(number) for number in HONEST])
         self.random: Random | None = None
         self.count = 0
         """Messages of hostile servers that somebody has taken."""

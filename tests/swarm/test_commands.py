@@ -151,6 +151,24 @@ def test_generate_writes_what_the_local_model_writes(bootstrap: str, servers: li
     assert (greedy.result().returncode, greedy.result().stderr) == (0, "")
 
 
+def test_generate_ends_where_the_context_does(bootstrap: str, servers: list[str], local: Any) -> None:
+    shared = ["--model", MODEL, "--dtype", "float32", "--initial_peers", bootstrap]
+    context = local[0].config.max_position_embeddings
+    word, num_tokens = " the", len(local[1]("the").input_ids)
+    while len(local[1](word.strip() + word * num_tokens).input_ids) < context - 2:
+        num_tokens += 1
+    nearly = word.strip() + word * num_tokens
+    with ThreadPoolExecutor() as both:
+        fits = both.submit(command, "generate", *shared, "--max_new_tokens", 9, stdin=nearly)
+        too_long = both.submit(command, "generate", *shared, stdin=nearly + word * 2)
+    assert fits.result().stdout == generate_locally(local, nearly, max_new_tokens=2)[0] + "\n"
+    assert f"at most 2 tokens follow this prompt: the model's maximum is {context}" in fits.result().stderr
+    assert too_long.result().returncode == 2
+    assert f"the model's maximum is {context} tokens, but the prompt has {context}" in sentence(
+        too_long.result().stderr
+    )
+
+
 @pytest.mark.rotates(3)
 def test_ways_to_choose_tokens_that_transformers_lacks(
     bootstrap: str, servers: list[str], local: Any, tmp_path: Path
@@ -291,6 +309,10 @@ def test_a_bootstrap_peer_keeps_its_address(tmp_path: Path) -> None:
 
 UNUSABLE = {
     "unknown flag": (["status", "--no_such_flag"], "--no_such_flag"),
+    "a client's flag": (
+        ["server", "--model", MODEL, "--new_swarm", "--head", "int8"],
+        "--head is a setting of clients",
+    ),
     "no peers": (["status", "--no_lan_discovery"], "--initial_peers"),
     "not an address": (["status", "--initial_peers", "localhost:80"], "localhost:80"),
     "no model": (["generate", "hello"], "--model"),

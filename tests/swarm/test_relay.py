@@ -95,7 +95,7 @@ async def test_ours_takes_the_place_of_p2pds_own_for_certain(
     ("flags", "expected"),
     [
         ((), Status.OK),
-        (("--invite", "--allowed_servers", "nobody"), Status.PERMISSION_DENIED),
+        (("--invite", "--allowed_servers", "12D3KooWnobody".ljust(52, "x")), Status.PERMISSION_DENIED),
         (("--no_relay",), Status.PERMISSION_DENIED),
     ],
 )

@@ -321,6 +321,27 @@ def test_a_bad_file_is_one_sentence(
     assert said.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ('push = "no"', "push in .* must be true or false, not 'no'"),
+        ('compute_padding = "no"', "compute_padding in .* must be true or false, not 'no'"),
+        ("lenient = 3", "lenient in .* must be true or false, not 3"),
+        ('lan_discovery = "no"', "lan_discovery in .* must be true or false, not 'no'"),
+        ("max_retries = false", "max_retries in .* can't be false: give a value"),
+        ("port = true", "port in .* can't be true: give a value"),
+    ],
+)
+def test_a_file_may_not_mix_up_switches_and_values(
+    text: str, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "settings.toml"
+    path.write_text(text)
+    with pytest.raises(SystemExit, match="2"):
+        gateway_parser().parse_settings(["--model", "m", "--config", str(path)])
+    assert re.search(complaint, capsys.readouterr().err)
+
+
 def test_the_prompt_may_follow_the_addresses() -> None:
     for argv in (
         ["--model", "m", "--initial-peers", PEER, OTHER, "Once upon"],
@@ -394,8 +415,8 @@ COMMANDS_WITH_A_CLIENT = ["generate", "chat", "gateway"]
 def test_every_command_can_set_what_a_client_has(name: str, tmp_path: Path) -> None:
     parser: Parser = import_module(COMMANDS[name].module).build_parser()
     given = {
-        "allowed_servers": ["one", "two"],
-        "blocked_servers": ["three"],
+        "allowed_servers": [PEER.rpartition("/")[2], OTHER.rpartition("/")[2]],
+        "blocked_servers": [PEER.rpartition("/")[2]],
         "verify_fraction": 0.25,
         "verify_tolerance": 0.5,
         "speculation": "off",

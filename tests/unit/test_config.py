@@ -4,6 +4,7 @@ from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from swarmllm.config import ClientConfig, parse_block_indices
@@ -11,6 +12,7 @@ from swarmllm.errors import ConfigurationError
 from swarmllm.server.settings import ServerConfig
 
 SERVER = {"model": "m", "new_swarm": True}
+PEER_ID = "12D3KooW".ljust(52, "x")
 
 
 @pytest.mark.parametrize(
@@ -63,6 +65,14 @@ def test_clients_refuse(settings: dict[str, Any]) -> None:
         ({"update_period": 721}, "update_period must be at most 720 s"),
         ({"update_period": float("nan")}, "update_period"),
         ({"num_threads": 0}, "num_threads"),
+        ({"num_threads": 100_000}, r"num_threads must be at most \d+ here, 4 for each of the \d+ cores"),
+        ({"port": 80, "host_maddrs": "/ip4/127.0.0.1/tcp/81"}, "port 80 is in no address of host_maddrs"),
+        ({"metrics_host": "0.0.0.0"}, "metrics_host 0.0.0.0 needs metrics_port"),
+        ({"priority_clients": PEER_ID[1:]}, "priority_clients: .* has 51 characters instead of 52"),
+        ({"allowed_clients": [PEER_ID, "bogus"]}, "allowed_clients: 'bogus' is no peer id"),
+        ({"allowed_servers": PEER_ID.replace("x", "0")}, "allowed_servers: .* holds '0'"),
+        ({"nice": "no"}, "nice must be true or false, not 'no'"),
+        ({"block_indices": "0:4"}, "block_indices must be two whole numbers or None, not '0:4'"),
         ({"public_name": "x" * 65}, "public_name .* at most 64 characters"),
         ({"throughput": 2e9}, "throughput 2000000000.0 .* less than or equal to 1000000000"),
         ({"throughput": float("inf")}, "throughput"),
@@ -93,7 +103,8 @@ def test_block_indices() -> None:
 
 def test_one_peer_need_not_be_a_list() -> None:
     assert ClientConfig(initial_peers="/ip4/1").initial_peers == ("/ip4/1",)
-    assert ClientConfig(allowed_servers=["a", "b"]).allowed_servers == ("a", "b")
+    assert ClientConfig(allowed_servers=[PEER_ID, PEER_ID]).allowed_servers == (PEER_ID, PEER_ID)
+    assert ClientConfig(blocked_servers=PEER_ID).blocked_servers == (PEER_ID,)
     assert ClientConfig().allowed_servers is None
 
 
@@ -107,6 +118,53 @@ def test_the_port_replaces_only_an_open_one() -> None:
     maddrs = ("/ip4/0.0.0.0/tcp/0", "/ip4/1.2.3.4/tcp/77")
     config = ServerConfig(**SERVER, host_maddrs=maddrs, port=31337)
     assert config.listen_maddrs == ("/ip4/0.0.0.0/tcp/31337", "/ip4/1.2.3.4/tcp/77")
+
+
+def test_a_port_may_be_said_twice() -> None:
+    config = ServerConfig(**SERVER, host_maddrs="/ip4/127.0.0.1/tcp/80", port=80)
+    assert config.listen_maddrs == ("/ip4/127.0.0.1/tcp/80",)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"push": "no"}, "push must be true or false, not 'no'"),
+        ({"compute_padding": 3}, "compute_padding must be true or false, not 3"),
+        ({"max_retries": "x"}, "max_retries must be a whole number, not 'x'"),
+        ({"max_retries": True}, "max_retries must be a whole number, not True"),
+        ({"max_retries": 2.0}, "max_retries must be a whole number, not 2.0"),
+        ({"fallback_after": "x"}, "fallback_after must be a whole number or None, not 'x'"),
+        ({"activation_noise": "x"}, "activation_noise must be a number, not 'x'"),
+        ({"ban_s": float("nan")}, "ban_s must be a number, not nan"),
+        ({"ban_s": None}, "ban_s must be a number, not None"),
+        ({"compression": None}, "compression must be a text, not None"),
+        ({"initial_peers": 7}, "initial_peers must be a list of texts, not 7"),
+        ({"initial_peers": [7]}, r"initial_peers must be a list of texts, not [7]"),
+        ({"allowed_servers": {"a": 1}}, "allowed_servers must be a list of texts or None, not {'a': 1}"),
+    ],
+    ids=str,
+)
+def test_settings_of_another_type_are_refused(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        ClientConfig(**settings)
+    assert str(refused.value) == sentence
+
+
+def test_settings_of_a_type_like_theirs_are_taken(tmp_path: Path) -> None:
+    config = ClientConfig(
+        max_retries=np.int64(3), ban_s=2, activation_noise=np.float32(0.5), identity_path=tmp_path / "key"
+    )
+    assert (config.max_retries, config.ban_s, config.activation_noise) == (3, 2, 0.5)
+    assert (type(config.max_retries), type(config.activation_noise)) == (int, float)
+    assert config.identity_path == str(tmp_path / "key")
+    assert ServerConfig(**SERVER, block_indices=[0, 4]).block_indices == (0, 4)
+
+
+@pytest.mark.parametrize("name", ["allowed_servers", "blocked_servers"])
+@pytest.mark.parametrize("peer_id", ["…xNyRoU", "bogus", "", "12D3KooW", "Q" * 52])
+def test_what_is_no_peer_id_is_refused(name: str, peer_id: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"^{name}: '{peer_id}' is no peer id, .*status --json"):
+        ClientConfig(**{name: [PEER_ID, peer_id]})
 
 
 def test_settings_are_frozen_and_tokens_stay_secret() -> None:

@@ -5,7 +5,9 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from swarmllm.data_structures import Span
@@ -139,3 +141,13 @@ def test_servers_that_start_at_the_same_time_have_settings_of_their_own(tmp_path
         found = list(threads.map(swarm.add_server, spans))
         assert [server.span for server in found] == [Span(*span) for span in spans]
         assert len({server.log_path for server in found}) == len(spans)
+
+
+@pytest.mark.parametrize("spans", ["0:4", [4], ["0:4"], [(0, 4, 8)], [(4, 4)], [(-1, 2)], [(0, "4")], [(0, 1.5)], 8])
+def test_spans_of_another_form_are_refused(spans: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"spans must be a list .*, like \[\(0, 4\), \(4, 8\)\]"):
+        LocalSwarm("M", spans)
+
+
+def test_spans_may_hold_any_kind_of_whole_numbers() -> None:
+    assert LocalSwarm("M", ([0, np.int64(4)], Span(4, 6)))._spans == [(0, 4), (4, 6)]

@@ -23,15 +23,17 @@ PEERS = (
     "/ip4/10.0.0.1/tcp/31337/p2p/12D3KooWBAwnHm453KpXMfsLQJ2JViwTQqoZBw7s1jDys9rVxmuf",
     "/ip4/10.0.0.2/tcp/31337/p2p/12D3KooWCJpnhEWDwhydvDx45sX6wfumYVb1tBX8mfF7g4j1B4xo",
 )
-PRIVATE = Invite(initial_peers=PEERS, model="some/model", allowed_servers=("s1", "s2"), allowed_clients=("c1",))
+S1, S2, C1, C2, MINE = (f"12D3KooW{name}".ljust(52, "x") for name in ("S1", "S2", "C1", "C2", "mine"))
+PRIVATE = Invite(initial_peers=PEERS, model="some/model", allowed_servers=(S1, S2), allowed_clients=(C1,))
 ENTRIES = st.text(st.characters(categories=("L", "N", "P")), min_size=1, max_size=60).filter(
     lambda text: not text.startswith(PREFIX) and not text.endswith(".swarm")
 )
 LISTS = st.lists(ENTRIES, max_size=5).map(tuple)
+PEER_IDS = st.lists(st.sampled_from((S1, S2, C1, C2, MINE)), max_size=5).map(tuple)
 
 
 @settings(max_examples=40)
-@given(LISTS, st.none() | ENTRIES, st.none() | LISTS, st.none() | LISTS, st.none() | ENTRIES)
+@given(LISTS, st.none() | ENTRIES, st.none() | PEER_IDS, st.none() | PEER_IDS, st.none() | ENTRIES)
 def test_what_goes_in_comes_out(
     peers: tuple[str, ...],
     model: str | None,
@@ -86,6 +88,15 @@ def test_fields_that_make_no_sense_are_refused(fields: object) -> None:
         read_invite(word)
 
 
+@pytest.mark.parametrize("name", ["allowed_servers", "allowed_clients"])
+def test_peers_that_cannot_exist_are_refused(name: str) -> None:
+    word = PREFIX + base64.urlsafe_b64encode(json.dumps({name: [S1, "bogus"]}).encode()).decode()
+    with pytest.raises(ConfigurationError, match=f"new invite .*{name}: 'bogus' is no peer id.* has 5 characters"):
+        read_invite(word)
+    with pytest.raises(ConfigurationError, match=f"^{name}: 'bogus' is no peer id, which looks like 12D3KooW"):
+        parse_dht(["--invite", f"--{name}", C1, "bogus"])
+
+
 def test_newer_fields_are_ignored() -> None:
     word = PREFIX + base64.urlsafe_b64encode(b'{"initial_peers": ["/a"], "colour": "blue"}').decode()
     assert read_invite(word) == Invite(initial_peers=("/a",))
@@ -105,13 +116,13 @@ def test_a_file_holds_one(tmp_path: Path) -> None:
 
 def test_settings_follow_it_unless_they_say_otherwise() -> None:
     client = ClientConfig(initial_peers=str(PRIVATE))
-    assert (client.initial_peers, client.allowed_servers) == (PEERS, ("s1", "s2"))
-    assert ClientConfig(initial_peers=[str(PRIVATE)], allowed_servers=["mine"]).allowed_servers == ("mine",)
+    assert (client.initial_peers, client.allowed_servers) == (PEERS, (S1, S2))
+    assert ClientConfig(initial_peers=[str(PRIVATE)], allowed_servers=[MINE]).allowed_servers == (MINE,)
     server = ServerConfig(model="m", initial_peers=(str(PRIVATE),))
-    assert (server.initial_peers, server.allowed_clients, server.allowed_servers) == (PEERS, ("c1",), ("s1", "s2"))
+    assert (server.initial_peers, server.allowed_clients, server.allowed_servers) == (PEERS, (C1,), (S1, S2))
     assert ServerConfig(model="m", initial_peers=PEERS).allowed_clients is None
-    own = ServerConfig(model="m", initial_peers=[str(PRIVATE)], allowed_servers=["mine"])
-    assert own.allowed_servers == ("mine",)
+    own = ServerConfig(model="m", initial_peers=[str(PRIVATE)], allowed_servers=[MINE])
+    assert own.allowed_servers == (MINE,)
 
 
 def test_the_environment_may_hold_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +139,7 @@ def test_commands_take_the_model_from_it(argv: list[str]) -> None:
     assert parse_config(["--model", "copies/model", *argv]).model == "copies/model"
     config, prompt = parse_prompt(["hello", *argv])
     assert (config.model, prompt) == ("some/model", "hello")
-    assert config.allowed_servers == ("s1", "s2")
+    assert config.allowed_servers == (S1, S2)
 
 
 def test_another_model_is_not_used_silently(caplog: pytest.LogCaptureFixture) -> None:
@@ -167,19 +178,19 @@ def test_a_bootstrap_peer_knows_the_peers_of_its_invite(tmp_path: Path) -> None:
     (tmp_path / "dht.toml").write_text("relay_mbps = 7")
     config, invite = parse_dht(["--initial_peers", str(PRIVATE)])
     assert invite is None
-    assert relay_rules(config) == RelayRules(servers=("s1", "s2"), clients=("c1",))
+    assert relay_rules(config) == RelayRules(servers=(S1, S2), clients=(C1,))
     config, invite = parse_dht(
-        ["--initial_peers", str(PRIVATE), "--invite", "--config", str(tmp_path / "dht.toml"), "--allowed_clients", "c2"]
+        ["--initial_peers", str(PRIVATE), "--invite", "--config", str(tmp_path / "dht.toml"), "--allowed_clients", C2]
     )
-    assert invite == Invite(initial_peers=PEERS, allowed_servers=("s1", "s2"), allowed_clients=("c2",))
-    assert relay_rules(config) == RelayRules(mbps=7.0, servers=("s1", "s2"), clients=("c2",))
+    assert invite == Invite(initial_peers=PEERS, allowed_servers=(S1, S2), allowed_clients=(C2,))
+    assert relay_rules(config) == RelayRules(mbps=7.0, servers=(S1, S2), clients=(C2,))
     assert relay_rules(parse_dht(["--no_relay"])[0]) is None
 
 
 def test_dht_makes_them() -> None:
-    config, invite = parse_dht(["--invite", "--model", "m", "--allowed_clients", "c1", "c2", "--initial_peers", *PEERS])
+    config, invite = parse_dht(["--invite", "--model", "m", "--allowed_clients", C1, C2, "--initial_peers", *PEERS])
     assert config.initial_peers == PEERS
-    assert invite == Invite(initial_peers=PEERS, model="m", allowed_clients=("c1", "c2"))
+    assert invite == Invite(initial_peers=PEERS, model="m", allowed_clients=(C1, C2))
     assert parse_dht([])[1] is None
     with pytest.raises(ConfigurationError, match="--invite"):
         parse_dht(["--model", "m"])

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from swarmllm.command_line import Parser, announced_imports, require_free_ports, run_command, stop_event, unless_stopped
 from swarmllm.config import PeerConfig, SwarmConfig, address_book_path, require_addresses
 from swarmllm.errors import ConfigurationError, PeerUnreachableError
-from swarmllm.invite import Invite
+from swarmllm.invite import Invite, require_peer_ids
 from swarmllm.network.relay.service import RelayRules
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ class DhtConfig(InviteConfig, PeerConfig):
             if getattr(self, name) != default and not self.invite:
                 raise ConfigurationError(f"--{name} is for the invite: give --invite too")
         super().__post_init__()
+        require_peer_ids(self, "allowed_servers", "allowed_clients")
 
     def _follow(self, invites: Sequence[Invite]) -> None:
         """A peer that joined by an invite invites to the same swarm, and relays for nobody else."""

@@ -17,6 +17,7 @@ import hashlib
 import importlib.util
 import itertools
 import json
+import operator
 import os
 import queue
 import re
@@ -24,12 +25,12 @@ import signal
 import sys
 import threading
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from subprocess import PIPE, Popen, TimeoutExpired
 from types import TracebackType
-from typing import Self, cast
+from typing import Any, Self, cast
 
 from swarmllm.data_structures import Span
 from swarmllm.errors import ConfigurationError, CorruptWeightsError, PeerTimeoutError, SwarmError
@@ -182,7 +183,7 @@ class LocalSwarm:
         self.model = os.fspath(model)
         self.servers: list[LocalServer] = []
         self._numbers = itertools.count()
-        self._spans = list(spans) if spans is not None else self._equal_spans(num_servers or 0)
+        self._spans = _read_spans(spans) if spans is not None else self._equal_spans(num_servers or 0)
         if not self._spans:
             raise ConfigurationError("a swarm needs at least one server")
         self._options = server_options
@@ -251,6 +252,8 @@ class LocalSwarm:
     ) -> LocalServer:
         if self._directory is None:
             raise ConfigurationError("start the swarm first: with LocalSwarm(…) as swarm:")
+        if span is not None:
+            (span,) = _read_spans([span])
         place = {"block_indices": None if span is None else f"{span[0]}:{span[1]}"}
         joins = {"initial_peers": list(initial_peers)} if initial_peers else {"new_swarm": True}
         own = {"model": self.model, "host_maddrs": "/ip4/127.0.0.1/tcp/0", **place, **joins}
@@ -267,6 +270,24 @@ class LocalSwarm:
         server = LocalServer(arguments, log_path, program=program)
         self.servers.append(server)
         return server
+
+
+def _read_spans(spans: Iterable[Any]) -> list[tuple[int, int]]:
+    """The spans, each as (start, end).
+
+    Raises:
+        ConfigurationError: one of them is something else.
+    """
+    try:
+        pairs = [(span.start, span.end) if isinstance(span, Span) else span for span in spans]
+        found = [(operator.index(start), operator.index(end)) for start, end in pairs]
+    except (TypeError, ValueError):
+        found = [(0, 0)]
+    if not all(0 <= start < end for start, end in found):
+        raise ConfigurationError(
+            f"spans must be a list of (start, end) with start < end, like [(0, 4), (4, 8)], not {spans!r}"
+        )
+    return found
 
 
 def _toml(value: object) -> str:

@@ -1,6 +1,7 @@
 """Settings of a server. `server/__main__` makes its flags from these fields, and `swarmllm doctor` some of its
 flags."""
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from swarmllm.config import (
 )
 from swarmllm.data_structures import MAX_TTL_S, ServerInfo, size_in_words
 from swarmllm.errors import ConfigurationError
-from swarmllm.invite import Invite
+from swarmllm.invite import Invite, require_peer_ids
 
 QUANT_TYPES = (
     "auto", "none", "int8", "q8_0", "q6_k", "q5_k", "q4_k", "nf4", "llm_int8", "int2", "int3", "q3.5", "int4", "int5",
@@ -39,6 +40,10 @@ DEVICE_KINDS = ("cpu", "cuda", "mps", "xpu")
 
 MAX_TENSOR_PARALLEL = 16
 """Assumed: no machine has more devices that are worth sharing a block."""
+
+THREADS_PER_CORE = 4
+"""Most threads for each core of the machine. Assumed: more threads than cores only cost time, but containers and
+hyper-threads can hide some cores."""
 REACHABILITIES = ("auto", "public", "private")
 
 
@@ -216,10 +221,9 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
             raise ConfigurationError(f"prefix_cache_tokens must be 0 (off) or more, not {self.prefix_cache_tokens}")
         if not 0 <= self.balance_quality <= 1:
             raise ConfigurationError(f"balance_quality must be 0 to 1, not {self.balance_quality}")
-        if self.direct_port is not None and not 0 <= self.direct_port < 1 << 16:
-            raise ConfigurationError(f"direct_port must be 0 to 65535, not {self.direct_port}")
-        if self.metrics_port is not None and not 0 <= self.metrics_port < 1 << 16:
-            raise ConfigurationError(f"metrics_port must be 0 to 65535, not {self.metrics_port}")
+        self._require_ports()
+        require_peer_ids(self, "allowed_clients", "priority_clients", "allowed_servers")
+        _require_threads(self.num_threads)
         if self.max_memory is not None:
             memory_limit_bytes(self.max_memory)
         require_known("quant_type", self.quant_type, QUANT_TYPES)
@@ -243,6 +247,17 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
         self._require_offload()
         self._require_blocks_and_record()
         self._require_swarm()
+
+    def _require_ports(self) -> None:
+        """Raise ConfigurationError if a port can't be one, or an address has none."""
+        for name in ("direct_port", "metrics_port"):
+            port = getattr(self, name)
+            if port is not None and not 0 <= port < 1 << 16:
+                raise ConfigurationError(f"{name} must be 0 to 65535, not {port}")
+        if self.metrics_host != ServerConfig.metrics_host and self.metrics_port is None:
+            raise ConfigurationError(
+                f"metrics_host {self.metrics_host} needs metrics_port: without it, the server has no metrics"
+            )
 
     def _require_device_map(self) -> None:
         """Raise ConfigurationError if another setting names devices too, or disagrees about the number of blocks."""
@@ -340,6 +355,16 @@ def require_device(name: str) -> None:
     kind, colon, index = name.partition(":")
     if kind not in DEVICE_KINDS or (colon and not index.isdecimal()) or (kind == "cpu" and index not in ("", "0")):
         raise ConfigurationError(f"device {name!r} can't be used: name one of {', '.join(DEVICE_KINDS)}, like cuda:1")
+
+
+def _require_threads(num_threads: int | None) -> None:
+    """Raise ConfigurationError if these are far more threads than the machine has cores: it may not start so many."""
+    num_cores = os.cpu_count() or 1
+    if (num_threads or 0) > THREADS_PER_CORE * num_cores:
+        raise ConfigurationError(
+            f"num_threads must be at most {THREADS_PER_CORE * num_cores} here, {THREADS_PER_CORE} for each of the "
+            f"{num_cores} cores of this machine, not {num_threads}: more threads than cores don't compute faster"
+        )
 
 
 def memory_limit_bytes(text: str, total_bytes: int = 1 << 62) -> int:
