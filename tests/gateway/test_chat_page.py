@@ -336,8 +336,9 @@ def test_the_way_back_to_the_end(page: Page, gateway: RunningGateway) -> None:
     expect(page.locator(f"{ANSWERS} p").last).to_be_in_viewport()
 
 
-def test_a_system_prompt_of_ones_own(page: Page, gateway: RunningGateway) -> None:
-    opened(page, gateway.url, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, system="Old")
+def test_a_system_prompt_of_ones_own(page: Page, tooled: RunningGateway) -> None:
+    """With a template that has a place for it: the embedded model's has none."""
+    opened(page, tooled.url, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, system="Old")
     page.get_by_role("button", name="Settings").click()
     own = page.get_by_label("System prompt of this conversation")
     expect(own).to_have_value("Old")

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
-from web_gateway import RunningGateway, running_gateway, wait_until
+from web_gateway import NAME, RunningGateway, running_gateway, wait_until
 
 from swarmllm import LocalSwarm
 from swarmllm.errors import ConfigurationError
@@ -103,6 +104,92 @@ def test_a_closed_one_leaves_nothing() -> None:
     assert process.poll() is not None
     with pytest.raises(ConfigurationError, match="shutting down"):
         rendered(templates, "")
+
+
+# ---------------------------------------------------------------------- messages that a template leaves out
+
+SAID = "Tell me a story about a fox."
+USER = {"role": "user", "content": SAID}
+TOLD = {"role": "system", "content": "SYSTEM"}
+ASKED: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "function": {"name": "f"}}]}
+FOUND = {"role": "tool", "tool_call_id": "1", "content": "dry"}
+NO_SYSTEM = "the chat template of embedded has no place for a system prompt: put its text into the user's message"
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "words"),
+    [
+        ("/v1/chat/completions", {"messages": [TOLD, USER]}, NO_SYSTEM),
+        ("/v1/chat/completions", {"messages": [{**TOLD, "role": "developer"}, USER]}, NO_SYSTEM),
+        ("/v1/chat/completions", {"messages": [USER, TOLD, USER]}, "no place for system messages after the first"),
+        ("/v1/chat/completions", {"messages": [USER, ASKED]}, "no place for earlier calls of tools"),
+        (
+            "/v1/chat/completions",
+            {"messages": [USER, {"role": "assistant", "content": "Hm."}, FOUND]},
+            "no place for results of tools",
+        ),
+        ("/v1/messages", {"messages": [USER], "system": "SYSTEM", "max_tokens": 2}, NO_SYSTEM),
+        ("/v1/messages/count_tokens", {"messages": [USER], "system": "SYSTEM"}, NO_SYSTEM),
+        ("/v1/responses", {"input": SAID, "instructions": "SYSTEM"}, NO_SYSTEM),
+        ("/api/chat", {"messages": [TOLD, USER]}, NO_SYSTEM),
+        ("/api/generate", {"prompt": SAID, "system": "SYSTEM"}, NO_SYSTEM),
+        ("/tokenize", {"messages": [TOLD, USER]}, NO_SYSTEM),
+    ],
+)
+def test_what_a_template_leaves_out_is_refused(
+    gateway: RunningGateway, path: str, more: dict[str, Any], words: str
+) -> None:
+    for _ in range(2):  # a refusal is never forgotten
+        response = gateway.http.post(path, json={"model": NAME, **more})
+        assert response.status_code == 400, response.text
+        found = response.json()
+        assert words in (found["error"] if path.startswith("/api/") else found["error"]["message"])
+        assert (found.get("type") == "error") == path.startswith("/v1/messages")
+
+
+def test_an_empty_message_needs_no_place(gateway: RunningGateway) -> None:
+    nothing: list[Any] = ["", " \n", []]
+    for empty in nothing:
+        asked = {"messages": [{"role": "system", "content": empty}, USER], "max_tokens": 1}
+        assert gateway.http.post("/v1/chat/completions", json=asked).status_code == 200
+
+
+PLACES = {
+    "escaped and trimmed": "{% for m in messages %}{{ m.role }}: {{ m.content | trim | tojson }}"
+    "{{ m.tool_calls }}\n{% endfor %}",
+    "within the user's turn": "{% if messages[0].role == 'system' %}{% set told = messages[0].content %}{% endif %}"
+    "{% for m in messages if m.role != 'system' %}{% if loop.first %}{{ told }}\n{% endif %}{{ m.content }}"
+    "{{ m.tool_calls }}{% endfor %}",
+    "only with the user's last turn": "{% if messages[0].role == 'system' %}{% set told = messages[0].content %}"
+    "{% endif %}{% for m in messages if m.role != 'system' %}{% if m.role == 'user' and loop.last %}{{ told }}\n"
+    "{% endif %}{{ m.content }}{{ m.tool_calls }}{% endfor %}",
+    "refused by itself": "{% for m in messages %}{% if m.role == 'system' and m.content != '<told> ' %}"
+    "{{ raise_exception('no') }}{% endif %}{{ m.content if m.role == 'user' }}{{ m.tool_calls }}"
+    "{{ m.content if m.role == 'tool' }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_a_place_of_any_kind_is_a_place(name: str) -> None:
+    templates, told = ChatTemplates(), {"role": "system", "content": "<told> "}
+    try:
+        for messages in ([told, USER, ASKED, FOUND], [told, USER]) * 2:
+            render = partial(templates.render, PLACES[name], tools=(), given={}, own={}, go_on=False)
+            assert templates.without_place(PLACES[name], messages, render(messages), render) is None
+    finally:
+        templates.close()
+
+
+def test_a_place_is_looked_for_once(templates: ChatTemplates) -> None:
+    calls = []
+
+    def render(messages: Any) -> str:
+        calls.append(messages)
+        return str(messages)
+
+    for _ in range(3):
+        assert templates.without_place("any", [TOLD, USER], render([TOLD, USER]), render) is None
+    assert len(calls) == 3 + 1
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ from swarmllm.gateway.apis.chat_request import ChatRequest
 from swarmllm.gateway.apis.embeddings import EmbeddingsRequest
 from swarmllm.gateway.apis.ollama import OllamaChat, OllamaGenerate, Options
 from swarmllm.gateway.apis.request_bodies import Body, CompletionRequest, refuse_unknown
+from swarmllm.gateway.apis.responder import read_json
 from swarmllm.gateway.apis.responses import ResponsesRequest
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.sampling import Constraint, NotYet, Sampler, SamplingOptions
@@ -102,6 +103,7 @@ def test_each_field_is_known_and_honoured_or_refused_by_name(kind: type[Body]) -
         ({"store": True}, "store can only be False here: leave it out"),
         ({"service_tier": "flex"}, "service_tier can only be 'auto' or 'default' here"),
         ({"x" * 5000: 1}, "leave it out"),
+        ({"output_format": {}}, "unknown field 'output_format': leave it out"),
     ],
 )
 def test_fields_that_are_refused(more: dict[str, Any], words: str) -> None:
@@ -137,6 +139,78 @@ def test_any_other_name_is_refused_in_one_sentence(fields: dict[str, Any]) -> No
     else:
         with pytest.raises(ApiError, match="unknown field"):
             refuse_unknown(body, lenient=False)
+
+
+def test_only_near_names_are_hints() -> None:
+    body = CompletionRequest.model_validate({"prompt": PROMPT, "response_format": {"type": "json_object"}})
+    with pytest.raises(ApiError, match=r"^unknown field 'response_format': leave it out$"):
+        refuse_unknown(body, lenient=False)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        (
+            "/v1/chat/completions",
+            {"messages": MESSAGES, "max_tokens": 5, "max_completion_tokens": 3},
+            "max_tokens is 5, but max_completion_tokens is 3: give one of them",
+        ),
+        ("/v1/completions", {"prompt": PROMPT, "max_tokens": True}, "max_tokens: give a number, not true or false"),
+        ("/v1/completions", {"prompt": PROMPT, "temperature": False}, "temperature: give a number, not true or false"),
+        ("/v1/completions", {"prompt": PROMPT, "logprobs": True}, "logprobs: give a number, not true or false"),
+        ("/v1/completions", {"prompt": PROMPT, "logit_bias": {"5": True}}, "give a number, not true or false"),
+        ("/v1/completions", {"prompt": [True]}, "prompt.0: Input should be a valid string"),
+        ("/v1/completions", {"prompt": [[1, True]]}, "prompt.0.1: Input should be a valid integer"),
+        ("/detokenize", {"tokens": [True]}, "tokens.0: Input should be a valid integer"),
+        ("/v1/completions", {"prompt": PROMPT, "echo": "yes"}, "echo: give true or false, without quotation marks"),
+        (
+            "/v1/chat/completions",
+            {"messages": MESSAGES, "stream_options": {"include_usage": "false"}},
+            "stream_options.include_usage: give true or false, without quotation marks",
+        ),
+        ("/api/chat", {"model": "embedded", "messages": MESSAGES, "options": {"seed": True}}, "give a number"),
+        ("/api/chat", {"model": "embedded", "messages": MESSAGES, "think": "very"}, "'low', 'medium' or 'high'"),
+        ("/v1/messages", {"model": "embedded", "messages": MESSAGES, "max_tokens": True}, "give a number"),
+        ("/v1/responses", {"input": PROMPT, "store": "no"}, "store: give true or false, without quotation marks"),
+    ],
+)
+def test_no_kind_of_value_is_taken_for_another(
+    gateway: RunningGateway, path: str, body: dict[str, Any], words: str
+) -> None:
+    response = gateway.http.post(path, json=body)
+    assert response.status_code == 400, response.text
+    assert words in response.text.replace('\\"', '"')
+
+
+def test_numbers_in_strings_and_equal_limits_are_taken(gateway: RunningGateway) -> None:
+    found = gateway.post("/v1/completions", prompt=PROMPT, max_tokens="2", temperature="0", n=1.0)
+    assert found["usage"]["completion_tokens"] == 2
+    both = {"max_tokens": 2, "max_completion_tokens": 2}
+    assert gateway.post("/v1/chat/completions", messages=MESSAGES, **both)["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "name"),
+    [
+        ("/v1/completions", '{"prompt": "a", "prompt": "b"}', "'prompt'"),
+        ("/v1/completions", '{"prompt": "a:b", "logit_bias": {"1": 2, "\\u0031": 3}}', "'1'"),
+        ("/api/chat", '{"model": "embedded", "messages": [{"role": "user", "role": "user"}]}', "'role'"),
+    ],
+)
+def test_a_field_given_twice_is_refused(gateway: RunningGateway, path: str, text: str, name: str) -> None:
+    response = gateway.http.post(path, content=text)
+    assert response.status_code == 400, response.text
+    assert f"the JSON has {name} twice in one object: give it once" in response.text
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers(-9, 9) | st.text(':"\\{[a', max_size=4),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(':"\\a', max_size=3), inner, max_size=3),
+    )
+)
+def test_json_without_repeated_fields_is_read(value: Any) -> None:
+    assert read_json(json.dumps(value).encode()) == value
 
 
 def test_over_http(gateway: RunningGateway) -> None:

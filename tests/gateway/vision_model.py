@@ -16,7 +16,8 @@ TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {% if message.content is string %}{{ message.content }}"
     "{% else %}{% for part in message.content %}"
     "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}"
-    "{% endfor %}{% endif %}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    "{% endfor %}{% endif %}{% for call in message.tool_calls or [] %} calls {{ call.function.name }}{% endfor %}"
+    "\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
 SIZE, PATCH = 32, 8
 

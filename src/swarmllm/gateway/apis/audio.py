@@ -52,6 +52,7 @@ def _or_none(value: Any) -> Any:
 class TranscriptionRequest(Body):
     """`POST /v1/audio/transcriptions`, a form."""
 
+    is_form: ClassVar[bool] = True
     translates: ClassVar[bool] = False
     harmless: ClassVar[Harmless] = {
         # OpenAI's, for other models

@@ -210,6 +210,13 @@ class ChatRequest(Sampling):
         return self
 
     @model_validator(mode="after")
+    def _has_one_limit(self) -> "ChatRequest":
+        old, new = self.max_tokens, self.max_completion_tokens
+        if old is not None and new is not None and old != new:
+            raise ValueError(f"max_tokens is {old}, but max_completion_tokens is {new}: give one of them")
+        return self
+
+    @model_validator(mode="after")
     def _has_log_probabilities(self) -> "ChatRequest":
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: give it as true")

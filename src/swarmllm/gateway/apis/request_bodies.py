@@ -22,7 +22,8 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import CoreSchema
+from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core.core_schema import no_info_before_validator_function
 
 from swarmllm.api import COLDEST, MAX_BREAKER_CHARS, MAX_BREAKERS, DecodingOptions, docstrings
 from swarmllm.gateway.engine.generation import GenerationOptions
@@ -32,6 +33,10 @@ from swarmllm.gateway.sampling import ANY_OBJECT, SAMPLING_NAMES, Constraint, Sa
 
 MOST_NAMES = 32
 """Characters of an unknown name that errors repeat, and number of fields that the header names."""
+
+NEAR = 0.75
+"""From this likeness on, as difflib measures it, an unknown name may mean a known one. With the usual 0.6,
+"response_format" would mean "reasoning_effort"."""
 
 _String = Annotated[str, Field(min_length=1, max_length=MAX_BREAKER_CHARS)]
 
@@ -44,7 +49,7 @@ MAX_TOKEN_DIGITS = 10
 DECODING_NAMES = tuple(one.name for one in fields(DecodingOptions))
 
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
-TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+TokenId = Annotated[int, Field(strict=True, ge=0, lt=1 << 31)]
 Constraining = Annotated[str, Field(min_length=1, max_length=MAX_SCHEMA_CHARS)]
 Choices = Annotated[list[Annotated[str, Field(min_length=1, max_length=4096)]], Field(min_length=1, max_length=1024)]
 
@@ -76,11 +81,47 @@ def _fail_fast(schema: Any) -> None:
             _fail_fast(one)
 
 
+def _no_boolean(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise PydanticCustomError("boolean", "give a number, not true or false")
+    return value
+
+
+def _no_word(value: Any) -> Any:
+    if isinstance(value, str):
+        raise PydanticCustomError("bool_type", "give true or false, without quotation marks")
+    return value
+
+
+_REFUSALS = {"int": _no_boolean, "float": _no_boolean, "bool": _no_word}
+
+
+def _refuse_other_kinds(schema: Any) -> None:
+    """Refuse booleans where numbers are wanted, and words where booleans are: pydantic takes `true` for 1 and "no" for
+    `false`. Numbers in strings stay: they can mean only one thing. Strict schemas, those of long lists, refuse by
+    themselves, and faster."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "function-before" and schema["function"].get("function") in _REFUSALS.values():
+            return  # an object within this one has been here already
+        refuse = None if schema.get("strict") else _REFUSALS.get(str(schema.get("type")))
+        if refuse is not None:
+            inner = dict(schema)
+            schema.clear()
+            schema.update(no_info_before_validator_function(refuse, inner))
+            return
+        schema = [*schema.values()]
+    if isinstance(schema, list | tuple):
+        for one in schema:
+            _refuse_other_kinds(one)
+
+
 class Body(BaseModel):
     """An object in a request's JSON."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
     harmless: ClassVar[Harmless] = {}
+    is_form: ClassVar[bool] = False
+    """The request is a form, which has strings only."""
 
     def hints(self) -> list[str]:
         """Names of declared fields that changed nothing, besides harmless ones with any value."""
@@ -88,9 +129,11 @@ class Body(BaseModel):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """pydantic's own schema, but each list stops at its first error."""
+        """pydantic's own schema, but each list stops at its first error, and no kind of value is taken for another."""
         schema = handler(source)
         _fail_fast(schema)
+        if not cls.is_form:
+            _refuse_other_kinds(schema)
         return schema
 
     @classmethod
@@ -111,7 +154,7 @@ def refuse_unknown(body: Body, *, lenient: bool) -> None:
             reason = f"can only be {allowed} here" if allowed else "is not supported here"
             raise ApiError(400, f"{where} {reason}: leave it out", param=where, code="unsupported_parameter")
         if not lenient:
-            near = difflib.get_close_matches(name[:MOST_NAMES], part.known_names(), n=1)
+            near = difflib.get_close_matches(name[:MOST_NAMES], part.known_names(), n=1, cutoff=NEAR)
             hint = f"did you mean {near[0]!r}?" if near else "leave it out"
             raise ApiError(400, f"unknown field {where!r}: {hint}", param=where, code="unknown_parameter")
 

@@ -7,8 +7,9 @@ and `Answer` to write the events of a generation in its own shape.
 import asyncio
 import json
 import re
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -21,7 +22,14 @@ from starlette.types import Receive, Scope, Send
 
 from swarmllm.gateway.apis.chat_request import ChatMessage, ChatRequest, picture_urls
 from swarmllm.gateway.apis.remote_pictures import RemotePictures
-from swarmllm.gateway.apis.request_bodies import Body, CompletionRequest, Sampling, refuse_unknown, unused_fields
+from swarmllm.gateway.apis.request_bodies import (
+    MOST_NAMES,
+    Body,
+    CompletionRequest,
+    Sampling,
+    refuse_unknown,
+    unused_fields,
+)
 from swarmllm.gateway.engine.engine import Answering, Engine
 from swarmllm.gateway.engine.generation import GenerationOptions
 from swarmllm.gateway.engine.language_model import LanguageModel
@@ -54,7 +62,8 @@ DONE = b"data: [DONE]\n\n"
 """The end of a stream of OpenAI's."""
 to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 """As json.dumps, which would make an encoder each time."""
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"')
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"')
+_CONTAINERS = (dict, list)
 LARGE_BYTES = 1 << 13
 """A body of at least this size takes milliseconds to check and tokenize: that happens in a thread."""
 
@@ -451,20 +460,49 @@ def read_json(text: bytes) -> Any:
     pydantic's own reader holds it for 1 s with 350,000 empty lists; so does the garbage collector afterwards.
 
     Raises:
-        ApiError: it is no JSON, or has too many objects and lists.
+        ApiError: it is no JSON, has too many objects and lists, or an object has a field twice.
     """
     if _num_containers(text) > MAX_CONTAINERS and _num_containers(_STRING.sub(b"", text)) > MAX_CONTAINERS:
         raise ApiError(
             400, f"the JSON has more than {MAX_CONTAINERS} objects and lists: send fewer", code="invalid_json"
         )
     try:
-        return from_json(text)
+        found = from_json(text)
     except ValueError as error:
         raise ApiError(400, f"Invalid JSON: {error}", code="invalid_json") from None
+    # Each field has one colon outside strings, and pydantic's reader keeps only the last of those with the same name.
+    if _num_fields(found) not in (text.count(b":"), _STRING.sub(b"", text).count(b":")):
+        raise ApiError(400, f"the JSON has {_twice(text)} twice in one object: give it once", code="invalid_json")
+    return found
 
 
 def _num_containers(text: bytes) -> int:
     return text.count(b"[") + text.count(b"{")
+
+
+def _num_fields(found: Any) -> int:
+    """Number of fields in all objects."""
+    num, left = 0, [found]
+    while left:
+        one = left.pop()
+        if isinstance(one, dict):
+            num += len(one)
+            one = [*one.values()]
+        if isinstance(one, list):
+            left += [part for part in one if isinstance(part, _CONTAINERS)]
+    return num
+
+
+def _twice(text: bytes) -> str:
+    """Name of a field that an object has twice, in quotation marks."""
+    names: list[str] = []
+
+    def note(fields: list[tuple[str, Any]]) -> None:
+        names.extend(name for name, num in Counter(name for name, _ in fields).items() if num > 1)
+
+    with suppress(ValueError, RecursionError):
+        json.loads(text, object_pairs_hook=note)
+    return repr(names[0][:MOST_NAMES]) if names else "a field"
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:

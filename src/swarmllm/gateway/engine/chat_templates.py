@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -36,6 +36,17 @@ NUM_PROCESSES = 2
 first has a slow conversation."""
 
 
+SYSTEM, LATER, RESULT, CALLS = "system", "later system", "tool", "tool_calls"
+NO_PLACE = {
+    SYSTEM: "a system prompt: put its text into the user's message",
+    LATER: "system messages after the first message: put their text into the user's message",
+    RESULT: "results of tools: put their text into the user's message",
+    CALLS: "earlier calls of tools: leave them out of the assistant's messages",
+}
+"""What a chat template may have no place for, and what to do then."""
+_SAID = {"role": "system", "content": "-"}
+
+
 class ChatTemplates:
     """The rendering processes of one model. A process is started when a chat needs one and none is idle."""
 
@@ -47,6 +58,7 @@ class ChatTemplates:
         self._idle: list[subprocess.Popen[bytes]] = []
         self._lock = threading.Lock()
         self._closed = False
+        self._places: set[tuple[str, str]] = set()  # (template, kind of what it has a place for), as far as known
 
     def start(self) -> None:
         """Start a process before the first chat comes; returns at once."""
@@ -92,6 +104,31 @@ class ChatTemplates:
             raise ConfigurationError(f"the model's chat template can't take these messages: {answer['error']}")
         return str(answer["text"])
 
+    def without_place(
+        self, template: str, messages: Sequence[Mapping[str, Any]], text: str, render: Callable[..., str]
+    ) -> str | None:
+        """What of these messages leaves no trace in their rendered text, as words that say what to do; None: nothing.
+
+        `render` makes the text of messages like these. Templates trim, escape and merge messages, so what counts is
+        whether the text changes with the message. Each kind is tried only until its place is known. A template that
+        puts the system prompt into the last turn of the user has none for it in some conversations (Mistral 7B v0.3,
+        while tools answer), so a conversation of nothing else is tried, too.
+        """
+        for kind, changed in _changed(messages).items():
+            if (template, kind) in self._places:
+                continue
+            try:
+                has_place = render(changed) != text
+                if not has_place and kind == SYSTEM:
+                    plain = [_SAID, {"role": "user", "content": "-"}]
+                    has_place = render(plain) != render([_more(_SAID), *plain[1:]])
+            except ConfigurationError:
+                continue  # the template has looked at it
+            if not has_place:
+                return NO_PLACE[kind]
+            self._places.add((template, kind))
+        return None
+
     def close(self) -> None:
         """End all processes and threads."""
         with self._lock:
@@ -131,6 +168,35 @@ class ChatTemplates:
                 pipe.close()  # type: ignore[union-attr]
         with self._lock:
             self.processes.discard(process)
+
+
+def _changed(messages: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """These messages, with one change in the first thing of each kind that templates may leave out.
+
+    An empty message needs no place. A system message in the middle is of another kind than one at the start.
+    """
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for place, one in enumerate(messages):
+        if one["role"] == "system":
+            kind, changed = LATER if place else SYSTEM, _more(one)
+        elif one["role"] == "tool":
+            kind, changed = RESULT, _more(one)
+        elif one.get("tool_calls"):
+            kind, changed = CALLS, {name: value for name, value in one.items() if name != "tool_calls"}
+        else:
+            continue
+        content = one["content"]
+        is_empty = not content.strip() if isinstance(content, str) else not content
+        if kind not in found and (kind == CALLS or not is_empty):
+            found[kind] = [*messages[:place], changed, *messages[place + 1 :]]
+    return found
+
+
+def _more(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message with one more word."""
+    content = message["content"]
+    more = f"{content} x" if isinstance(content, str) else [*content, {"type": "text", "text": " x"}]
+    return {**message, "content": more}
 
 
 def _answer(process: subprocess.Popen[bytes], line: bytes) -> dict[str, Any] | None:

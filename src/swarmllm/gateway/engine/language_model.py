@@ -8,7 +8,7 @@ import logging
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Self
 
 from transformers import GenerationConfig
@@ -200,7 +200,7 @@ class LanguageModel(OfferedModel):
         all pictures in the messages; with some, the result is a `PicturePrompt`.
 
         Raises:
-            ApiError: the model reads text only, or a picture can't be read.
+            ApiError: the model reads text only, a picture can't be read, or the template leaves a message out.
             ConfigurationError: there is no chat template, or template, tokenizer or processor refuse these messages.
         """
         processor = self.picture_processor if pictures else None
@@ -218,7 +218,10 @@ class LanguageModel(OfferedModel):
                 {"thinking": one["reasoning_content"], **one} if "reasoning_content" in one else one for one in messages
             ]
         own = self.tokenizer.special_tokens_map
-        text = self.templates.render(template, messages, tools, given=template_options, own=own, go_on=go_on)
+        render = partial(self.templates.render, template, tools=tools, given=template_options, own=own, go_on=go_on)
+        text = render(messages)
+        if missing := self.templates.without_place(template, messages, text, render):
+            raise ApiError(400, f"the chat template of {self.name} has no place for {missing}", param="messages")
         if processor is not None:
             return processor.encode(text, pictures)
         try:
