@@ -297,7 +297,9 @@ async def _start() -> asyncio.subprocess.Process:
 async def _end(process: asyncio.subprocess.Process) -> None:
     """Ask the process to leave, and kill it if it doesn't."""
     with suppress(ProcessLookupError):
-        process.terminate()
+        if process.returncode is None:
+            # `terminate` would look whether it has ended, and take the exit code from the loop, which then gives 255.
+            os.kill(process.pid, signal.SIGTERM)
     try:
         async with asyncio.timeout(STOP_TIMEOUT_S):
             await process.wait()

@@ -259,6 +259,16 @@ async def test_processes_that_hold_the_pipes_of_a_server_do_not_keep_its_reader(
     assert after <= before
 
 
+async def test_a_process_that_ends_just_now_keeps_its_exit_code() -> None:
+    """The loop and whoever signals the process may both ask for the code, which there is once: 1 in 20 was 255."""
+    for _ in range(60):
+        process = await asyncio.create_subprocess_exec("/bin/sh", "-c", "exit 7", stdout=asyncio.subprocess.PIPE)
+        assert process.stdout is not None
+        await process.stdout.read()
+        await devices._end(process)
+        assert await process.wait() in (7, -signal.SIGTERM)
+
+
 async def test_a_spare_process_becomes_the_next_server_unless_it_has_ended(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
