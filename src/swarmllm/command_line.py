@@ -209,12 +209,12 @@ class Parser(argparse.ArgumentParser):
         known = [name for action in self._actions for name in action.option_strings]
         in_file = {action.dest for action, _, one in self.settings if is_in_file(one)}
         shown = [name for action in self._actions if action.dest not in in_file for name in action.option_strings]
-        of_clients = {f"--{one.name}" for one in fields(ClientModelConfig)}
+        of_clients = {f"--{one.name}" for one in fields(ClientModelConfig) if one.metadata.get("flag") is not False}
         for flag in flags:
             name = flag.partition("=")[0]
             if name.startswith("--") and len(name) > 2 and name not in known and " " not in name:
                 if name in of_clients:
-                    self.error(f"{name} is a setting of clients: give it to one, like swarmllm generate")
+                    self.error(f"{name} is a setting of clients, like swarmllm generate: leave it out here")
                 near = [one for one in shown if one.startswith(f"{name}_")] or difflib.get_close_matches(
                     name, shown, n=1
                 )

@@ -218,7 +218,8 @@ _IN_WORDS = {
 def take_types(owner: Any) -> None:
     """Bring each field of a settings object into its declared type.
 
-    Paths become texts, lists tuples, one text a list of one, and numpy's numbers Python's.
+    Paths, numbers and torch's types and devices become texts, lists tuples, one text a list of one, and numpy's numbers
+    Python's.
 
     Raises:
         ConfigurationError: a value can't have the type of its field.
@@ -255,6 +256,11 @@ def _as_kind(kind: Any, value: Any) -> Any:
     """
     if kind is str and isinstance(value, os.PathLike):
         return os.fspath(value)
+    if type(value).__module__ == "numpy" and not getattr(value, "ndim", 1):
+        value = value.item()
+    means_text = isinstance(value, Real) or type(value).__module__ == "torch"  # 12 (GB), torch.bfloat16, a torch.device
+    if kind is str and means_text and not isinstance(value, bool):
+        return str(value)
     if kind in (str, bool) and isinstance(value, kind):
         return value
     if isinstance(value, bool):  # Python takes it for a number

@@ -189,7 +189,22 @@ def test_a_place_is_looked_for_once(templates: ChatTemplates) -> None:
 
     for _ in range(3):
         assert templates.without_place("any", [TOLD, USER], render([TOLD, USER]), render) is None
-    assert len(calls) == 3 + 1
+    assert len(calls) == 3 + 2
+
+
+def test_a_shortened_result_has_a_place(templates: ChatTemplates) -> None:
+    template = "{% for m in messages %}{{ '…' if m.role == 'tool' and not loop.last else m.content }}{{ m.tool_calls }}"
+    render = partial(templates.render, template + "{% endfor %}", tools=(), given={}, own={}, go_on=False)
+    for messages in ([USER, ASKED, FOUND] * 2, [USER, ASKED, FOUND]):
+        assert templates.without_place("shortened", messages, render(messages), render) is None
+
+
+def test_a_text_with_the_time_in_it_shows_no_place(templates: ChatTemplates) -> None:
+    numbers = iter(range(100))
+    left_out = [USER["content"]]
+    for _ in range(2):  # nothing is taken for known
+        assert templates.without_place("timed", [TOLD, USER], "", lambda _: f"{next(numbers)}{left_out}") is None
+    assert templates.without_place("timed", [TOLD, USER], str(left_out), lambda _: str(left_out)) is not None
 
 
 @pytest.fixture(scope="module")

@@ -9,17 +9,19 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 import torch
 from commands import Running, command, sentence
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, BartConfig, LlamaConfig
 
 from swarmllm import embedded_model_path
 from swarmllm.__main__ import main
 from swarmllm.client.distributed_model import DistributedModelForCausalLM
+from swarmllm.commands.generate import _tokens_left
 
 MODEL = embedded_model_path()
 LOCAL_HOST = "/ip4/127.0.0.1/tcp/0"
@@ -167,6 +169,11 @@ def test_generate_ends_where_the_context_does(bootstrap: str, servers: list[str]
     assert f"the model's maximum is {context} tokens, but the prompt has {context}" in sentence(
         too_long.result().stderr
     )
+
+
+def test_the_text_of_an_encoder_takes_no_room_from_what_is_written() -> None:
+    bart, llama = (SimpleNamespace(config=kind(max_position_embeddings=64)) for kind in (BartConfig, LlamaConfig))
+    assert (_tokens_left(bart, 64, 40), _tokens_left(llama, 60, 40)) == (40, 4)
 
 
 @pytest.mark.rotates(3)

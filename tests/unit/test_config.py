@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from swarmllm.config import ClientConfig, parse_block_indices
+from swarmllm.config import ClientConfig, ClientModelConfig, parse_block_indices
 from swarmllm.errors import ConfigurationError
 from swarmllm.server.settings import ServerConfig
 
@@ -157,7 +158,10 @@ def test_settings_of_a_type_like_theirs_are_taken(tmp_path: Path) -> None:
     assert (config.max_retries, config.ban_s, config.activation_noise) == (3, 2, 0.5)
     assert (type(config.max_retries), type(config.activation_noise)) == (int, float)
     assert config.identity_path == str(tmp_path / "key")
-    assert ServerConfig(**SERVER, block_indices=[0, 4]).block_indices == (0, 4)
+    server = ServerConfig(**SERVER, block_indices=[0, 4], max_memory=12, nice=np.bool_(True), dtype=torch.bfloat16)
+    assert (server.block_indices, server.max_memory, server.nice) == ((0, 4), "12", True)
+    assert (server.dtype, type(server.nice)) == ("torch.bfloat16", bool)
+    assert ClientModelConfig(model="m", device=torch.device("cpu")).device == "cpu"
 
 
 @pytest.mark.parametrize("name", ["allowed_servers", "blocked_servers"])

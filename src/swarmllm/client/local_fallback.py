@@ -32,7 +32,8 @@ def open_local_model(name: str, purpose: str, device: torch.device) -> PreTraine
         ConfigurationError: it can't be loaded; `purpose` is what the message says that it was wanted as.
     """
     try:
-        require_directory_or_hub_id(name)
+        if not name.endswith(".gguf"):
+            require_directory_or_hub_id(name)
     except ConfigurationError as error:
         raise ConfigurationError(f"{purpose}, and {error}") from None
     if partial_files(user_path(name)) is not None:  # transformers would read zeros

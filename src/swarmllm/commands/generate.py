@@ -102,7 +102,7 @@ def _tokens_left(model: Any, num_tokens: int, wanted: int | None) -> int | None:
         ConfigurationError: the prompt is longer than that.
     """
     context = context_length(model)
-    if context is None:
+    if context is None or model.config.is_encoder_decoder:  # whose text has positions of its own
         return wanted
     if num_tokens >= context:
         raise ConfigurationError(

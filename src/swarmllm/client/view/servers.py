@@ -34,6 +34,7 @@ honest error is above the client's tolerance can't be checked and isn't used (`i
 """
 
 import asyncio
+import itertools
 import logging
 import math
 import os
@@ -191,7 +192,7 @@ class LookUps:
                 servers = await self._directory.servers(self.fingerprint)
                 fitting = [server for server in servers if server.end <= self.num_blocks]
                 usable = tuple(filter(self._may_use, fitting))
-                self._refused = tuple(server for server in fitting if server not in usable)
+                self._refused = tuple(itertools.filterfalse(self._may_use, fitting))
                 self.snapshot = SwarmSnapshot(self.num_blocks, usable, self.encoder_blocks, taken_at=time.monotonic())
                 self.verified.forget_others(usable)
                 if len(online := self.snapshot.online()) > PINGS_PER_ROUND:  # otherwise pings greet all of them

@@ -119,11 +119,13 @@ class ChatTemplates:
                 continue
             try:
                 has_place = render(changed) != text
+                if has_place and render(messages) != text:
+                    continue  # the text has the time in it, or random numbers
                 if not has_place and kind == SYSTEM:
                     plain = [_SAID, {"role": "user", "content": "-"}]
                     has_place = render(plain) != render([_more(_SAID), *plain[1:]])
             except ConfigurationError:
-                continue  # the template has looked at it
+                has_place = True  # the template has looked at it
             if not has_place:
                 return NO_PLACE[kind]
             self._places.add((template, kind))
@@ -171,9 +173,10 @@ class ChatTemplates:
 
 
 def _changed(messages: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """These messages, with one change in the first thing of each kind that templates may leave out.
+    """These messages, with one change in the last thing of each kind that templates may leave out.
 
-    An empty message needs no place. A system message in the middle is of another kind than one at the start.
+    Some shorten earlier results of tools. An empty message needs no place. A system message in the middle is of another
+    kind than one at the start.
     """
     found: dict[str, list[Mapping[str, Any]]] = {}
     for place, one in enumerate(messages):
@@ -187,7 +190,7 @@ def _changed(messages: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[st
             continue
         content = one["content"]
         is_empty = not content.strip() if isinstance(content, str) else not content
-        if kind not in found and (kind == CALLS or not is_empty):
+        if kind == CALLS or not is_empty:
             found[kind] = [*messages[:place], changed, *messages[place + 1 :]]
     return found
 

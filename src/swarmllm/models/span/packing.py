@@ -452,7 +452,7 @@ class Packer:
         most = max(self.traced_at_once, self.forward.traced.most_rows)
         rows = {idx: _num_rows(calls[idx]) for idx in group}
         total = sum(rows.values())
-        size = -(-total // -(-total // most))
+        size = -(-total // max(1, -(-total // most)))
         parts: list[list[int]] = []
         filled = most
         for idx in group:
