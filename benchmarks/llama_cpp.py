@@ -7,9 +7,8 @@
 
 One process: our blocks in this process against `llama-bench`, both with one thread. (Ours lacks embeddings and head,
 which take 1 % with the small vocabulary of these models.) `--depths`: positions before those that are decoded.
-Two servers: two of ours, each with half of the blocks, and a
-client that generates, against `llama-bench` with two `rpc-server`s; one thread for each server. The ratio is that of
-the medians. Writes results/llama_cpp.json.
+Two servers: two of ours, each with half of the blocks, and a client that generates, against `llama-bench` with two
+`rpc-server`s; one thread for each server. The ratio is that of the medians. Writes results/llama_cpp.json.
 """
 
 import argparse

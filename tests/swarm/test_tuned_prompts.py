@@ -162,7 +162,7 @@ def test_a_classifier_with_deep_prompts_learns(llama: Path, swarm: LocalSwarm) -
         ({"tuning_mode": "ptune"}, "needs pre_seq_len"),
         ({"tuning_mode": "ptune", "pre_seq_len": "4"}, "needs pre_seq_len"),
         ({"tuning_mode": "ptune", "pre_seq_len": 4.5}, "needs pre_seq_len"),
-        ({"pre_seq_len": 4}, "pre_seq_len trains positions by a tuning_mode"),
+        ({"pre_seq_len": 4}, "tuning_mode must be one of ptune, deep_ptune, not None"),
         ({"tuning_mode": "deep_ptune", "pre_seq_len": 5000}, "1 to 1024"),
     ],
 )

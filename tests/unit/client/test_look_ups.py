@@ -71,8 +71,11 @@ async def test_servers_that_are_left_out_are_named(
     monkeypatch.setattr(look_ups, "_peer", SimpleNamespace(is_alone=False))
     await look_ups.refresh()
     look_ups.snapshot = SwarmSnapshot(4)
-    error = await look_ups.explained(MissingBlocksError(f"nobody serves block {missing}", (missing,)), None, "")
-    assert said in str(error)
+    given = MissingBlocksError(f"nobody serves block {missing}", (missing,))
+    assert said in str(await look_ups.explained(given, None, ""))
+    # Another server has all blocks, so something else is missing.
+    look_ups.snapshot = SwarmSnapshot(4, (ServerInfo(peer_id="1" * 52, start=0, end=4),))
+    assert "start servers with --adapters" in str(await look_ups.explained(given, "theirs", ""))
 
 
 @pytest.mark.parametrize(

@@ -277,8 +277,9 @@ class LookUps:
         return MissingBlocksError(text, missing)
 
     def _refused_by(self, block_idxs: Sequence[int]) -> str:
-        """The setting by which this client leaves out servers of these blocks; "" if there are none."""
-        if not any(block in server.span for server in self._refused for block in block_idxs):
+        """The setting by which this client leaves out all servers of one of these blocks; "" if others have them."""
+        left = [block for block in block_idxs if not any(block in one.span for one in self.snapshot.servers)]
+        if not any(block in server.span for server in self._refused for block in left):
             return ""
         config = self.config
         given = {

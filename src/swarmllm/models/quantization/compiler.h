@@ -26,6 +26,12 @@
 #define PREFETCH_SECOND(from) (void)(from)
 #endif
 
+/* Memory that is read soon, a little with each step of a loop: at once, processors would wait for it. */
+INLINE void ask(const char *next, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += 64)
+        PREFETCH_SECOND(next + at);
+}
+
 #define PASTED(name, level) swarmllm_##name##_##level
 #define EXPANDED(name, level) PASTED(name, level)
 #define OF_LEVEL(name) EXPANDED(name, LEVEL)

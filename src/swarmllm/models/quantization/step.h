@@ -362,12 +362,6 @@ INLINE float one_kept_at(const void *from, int64_t at, int kind) {
 
 #define AT_ONCE (LEVEL == 4 ? 4 : 1) /* keys, or vectors of a value, whose sums fit into the registers */
 
-/* Memory that is read soon; a little for each key: at once, processors would wait for it. */
-INLINE void ask_for_memory(const char *from, int64_t bytes) {
-    for (int64_t at = 0; at < bytes; at += 64)
-        PREFETCH_SECOND(from + at);
-}
-
 /* Products of queries `[num, size]` with `most` keys, to scores `[num, count]`. Numbers are constants. */
 INLINE void score_some(const float *queries, const void *keys, int64_t count, int64_t size, int num, int most, int kind,
                        float *scores) {
@@ -399,7 +393,7 @@ INLINE void score(const float *queries, const char *keys, int64_t count, int64_t
                   const char *next, int64_t next_bytes, float *scores) {
     int64_t j = 0, bytes = size * (kind == BFLOAT16 ? 2 : 4);
     for (; j + AT_ONCE <= count; j += AT_ONCE) {
-        ask_for_memory(next + j * next_bytes, AT_ONCE * next_bytes);
+        ask(next + j * next_bytes, AT_ONCE * next_bytes);
         score_some(queries, keys + j * bytes, count, size, num, AT_ONCE, kind, scores + j);
     }
     for (; j < count; j++)
@@ -415,7 +409,7 @@ INLINE void blend_columns(const float *weights, const void *values, int64_t coun
             sums[q][v] = all(0.0f);
     for (int64_t j = 0; j < count; j++) {
         if (next)
-            ask_for_memory(next + j * next_bytes, next_bytes);
+            ask(next + j * next_bytes, next_bytes);
         UNROLLED for (int v = 0; v < vectors; v++) {
             vec value = kept_at(values, j * size + start + v * WIDTH, kind);
             UNROLLED for (int q = 0; q < num; q++)

@@ -134,12 +134,6 @@ INLINE float rounded(float product) {
     return product;
 }
 
-/* While some rows are multiplied, as many bytes of those that follow are asked for. */
-INLINE void ask(const char *next, int64_t bytes) {
-    for (int64_t at = 0; at < bytes; at += 64)
-        PREFETCH_SECOND(next + at);
-}
-
 /* ------------------------------------------------------------------ CHAINED */
 
 /* Of LANES rows from `w` on. A word is a column in float32, or a pair of columns in bfloat16. */

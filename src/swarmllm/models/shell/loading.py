@@ -72,8 +72,6 @@ def load_client_shell(
     of_stacks = dict(zip(stacks(checkpoint.config), ([encoder] if encoder else []) + [(runner, traits)], strict=True))
     if encoder is not None and tuning_mode is not None:
         raise ConfigurationError("tuning_mode is for models without an encoder: train LoRA adapters of peft instead")
-    if tuning_mode is None and pre_seq_len:
-        raise ConfigurationError("pre_seq_len trains positions by a tuning_mode: give that as well, like 'ptune'")
     checkpoint = _with_head_settings(checkpoint, hf_kwargs)
     new_head = _new_head(checkpoint, model_class)
     cls = pruned(model_class, partial(_put_proxies, of_stacks), mixin, ClientShell)
@@ -88,7 +86,7 @@ def load_client_shell(
     model.swarm_adapters = model.swarm_stacks[-1].adapters
     model.swarm_notices, model.swarm_prepared = TrainingNotices(model.swarm_adapters), WeakValueDictionary()
     model.tuned_prompts = None
-    if tuning_mode is not None:
+    if tuning_mode is not None or pre_seq_len:
         attach_prompts(model, tuning_mode, pre_seq_len, checkpoint.num_blocks, new_head)
     keep_offsets_apart(model)
     for stack in model.swarm_stacks:

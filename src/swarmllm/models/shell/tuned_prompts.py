@@ -115,7 +115,9 @@ class TunedPrompts(nn.Module):
         return tuple(None if one is None else one[:, len(self) :] for one in hidden)
 
 
-def attach_prompts(model: PreTrainedModel, mode: str, pre_seq_len: int, num_blocks: int, new_head: set[str]) -> None:
+def attach_prompts(
+    model: PreTrainedModel, mode: str | None, pre_seq_len: int, num_blocks: int, new_head: set[str]
+) -> None:
     """Give the model prompts to train, and freeze everything else but a head that is new.
 
     Raises:
@@ -123,7 +125,7 @@ def attach_prompts(model: PreTrainedModel, mode: str, pre_seq_len: int, num_bloc
     """
     if mode not in MODES:
         raise ConfigurationError(f"tuning_mode must be one of {', '.join(MODES)}, not {mode!r}")
-    if pre_seq_len not in range(1, MAX_PROMPTS + 1):  # nor is a word or half a position
+    if pre_seq_len not in range(1, MAX_PROMPTS + 1):  # a word or half a position isn't, either
         raise ConfigurationError(f"tuning_mode needs pre_seq_len, 1 to {MAX_PROMPTS} trained positions")
     name = type(model).__name__
     if is_encoder(model.config):

@@ -40,8 +40,8 @@ PACKING_STEPS_S = 0.02
 PACKING_BUDGET_S = 0.15
 """Seconds after which no further round begins."""
 PACKING_ROUNDS = 6
-"""At most; the fastest counts, as disturbances only ever make a measurement slower. With 3, a second program on the
-same cores turned every fourth choice."""
+"""At most; the fastest counts, as disturbances only ever make a measurement slower. With 3 rounds and a
+second program on the same cores, 2 of 12 choices were wrong."""
 MANY_SESSIONS = 32
 """Number of sessions that try whether recorded lines are faster than the chosen way. With twice as many, torch's
 products are as fast as ours (bfloat16, hidden 512), and servers seldom have so many at once."""
