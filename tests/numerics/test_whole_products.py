@@ -86,7 +86,8 @@ def test_tiny_numbers(exponents: tuple[int, int], sign: int, monkeypatch: pytest
             assert torch.full((4,), normal / 2).sum() == 2 * normal, "afterwards they are as they were"
     if kernels.library().swarmllm_has_order(kernels.level(), True, Order.IN_PAIRS) and taken(module):
         orders = {how.order for product, how in whole._found.items() if how and product.num_inputs > 1}
-        assert orders == {Order.CHAINED if sign == 1 else Order.IN_PAIRS}
+        has_tiles = Order.IN_TILES in orders
+        assert orders == {Order.IN_TILES if has_tiles else Order.CHAINED if sign == 1 else Order.IN_PAIRS}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -372,6 +373,7 @@ CASES: list[tuple[_How, torch.dtype, Callable[[Numbers], Numbers]]] = [
         for order in (Order.CHAINED, Order.IN_PAIRS)
         for block in (512, 1024)
     ),
+    (_How(Order.IN_TILES), torch.bfloat16, functools.partial(twos, block=32)),
     (_How(Order.FOURS), torch.float32, lambda products: fours(rounded(products), 0)),
     (_How(Order.FOURS_LATE), torch.float32, lambda products: fours(rounded(products), 4)),
     (_How(Order.EIGHTS), torch.bfloat16, eights),
@@ -399,7 +401,7 @@ def test_each_order(
         pytest.skip("not at this level")
     monkeypatch.setattr(kernels, "level", lambda: level)
     weight = whole._at(whole.hard_weight(rows, columns).to(dtype), 0)
-    if columns % (64 if how.order == Order.EIGHTS else 2 if how.order == Order.TWOS or dtype == torch.bfloat16 else 1):
+    if columns % whole.multiple_of(how.order, dtype):
         pytest.skip("such columns have no such order")
     if how.order in FUSED and dtype == torch.float32:
         weight = weight.bfloat16().float()  # so that products are exact

@@ -7,6 +7,7 @@
  *   CHAINED     column after column, in blocks of columns: a product of matrices of MKL, in blocks of 192; and oneDNN's in
  *               bfloat16, by an instruction that adds two columns
  *   IN_PAIRS    the same in bfloat16, without that instruction: whole_pairs.h
+ *   IN_TILES    32 columns after 32, even and odd ones apart: oneDNN's with AMX: whole_tiles.h
  *   FOURS       four sums, each of every fourth column: MKL for two or three inputs, whose processor isn't Intel's
  *   FOURS_LATE  the same, after one to four columns up to an address that is a multiple of 16: MKL for one input
  *   EIGHTS      eight times eight sums: torch's own product in bfloat16 on AVX2
@@ -374,6 +375,7 @@ static void eights(const whole *w, const float *bias, int64_t start, int64_t end
 
 #include "whole_lanes.h"
 #include "whole_pairs.h"
+#include "whole_tiles.h"
 
 /* ------------------------------------------------------------------ for whole.c */
 
@@ -439,7 +441,7 @@ void OF_LEVEL(multiply_whole)(const whole *w, const float *bias, int64_t start, 
                               int64_t num, char *outputs) {
     static const int64_t at_once[] = {[CHAINED] = AT_ONCE, [FOURS] = 3, [FOURS_LATE] = 1, [EIGHTS] = 8,
                                       [TWOS] = 3,          [IN_LANES] = ALL_INPUTS, [IN_LANES_LATE] = 1,
-                                      [IN_PAIRS] = ALL_INPUTS};
+                                      [IN_PAIRS] = ALL_INPUTS, [IN_TILES] = MOST_IN_TILES};
     int64_t size = w->is_bfloat16 ? 2 : 4, most = at_once[w->order], input_size = takes_floats(w) ? 4 : size;
     while (num > 0) {
         int64_t some = num < most ? num : most;
@@ -455,6 +457,8 @@ void OF_LEVEL(multiply_whole)(const whole *w, const float *bias, int64_t start, 
             late_lanes(w, bias, start, end, (const float *)inputs, (float *)outputs);
         else if (w->order == IN_PAIRS)
             in_pairs(w, bias, start, end, (const float *)inputs, some, outputs);
+        else if (w->order == IN_TILES)
+            in_tiles(w, bias, start, end, inputs, some, outputs);
 #endif
         else if (w->order == IN_LANES)
             some_lanes(w, bias, start, end, (const float *)inputs, some, (float *)outputs);

@@ -28,7 +28,9 @@ from swarmllm.machine_memory import into_huge_pages
 from swarmllm.models.quantization import kernels
 from swarmllm.models.quantization.kernels import COLD_ROWS, WORTH_A_THREAD, in_parts, library
 
-MOST_INPUTS = 16
+MOST_INPUTS = 32
+"""Of the order IN_TILES."""
+MOST_OF_OTHERS = 16
 """Measured with 24: torch is as fast."""
 SMALLEST = 1 << 16
 """Numbers of a weight. Assumed: calls take as long as the products of smaller ones."""
@@ -46,7 +48,9 @@ ENOUGH_OUTPUTS = 1 << 18
 """Outputs of random inputs that are compared. Measured in bfloat16: another order changes one in 5000."""
 MOST_INPUTS_OF_LARGEST = 4
 """Of weights that are tried themselves, because each trial reads all of them. They are heads of large vocabularies."""
-MEASURED = (1, 2, 3, 8, MOST_INPUTS)
+WIDEST_IN_TILES = 1 << 15
+"""Columns. `MOST_INPUTS` inputs take 2 MB of a thread's stack then, of usually 8."""
+MEASURED = (1, 2, 3, 8, MOST_OF_OTHERS, MOST_INPUTS)
 """Numbers of inputs; others are as fast as the next one."""
 FEW_INPUTS, NOT_MUCH_LONGER = 3, 1.2
 """With one thread, so few inputs are ours even if they take longer in the trial: both read memory at its speed, and
@@ -81,6 +85,7 @@ class Order(IntEnum):
     IN_LANES = 5
     IN_LANES_LATE = 6
     IN_PAIRS = 7
+    IN_TILES = 8
 
 
 TAKE_FLOATS = (Order.EIGHTS, Order.IN_PAIRS)
@@ -229,6 +234,13 @@ def of_inputs(weight: Tensor, num_inputs: int, *, has_bias: bool) -> _Whole | No
     return whole
 
 
+def most_inputs(modules: Iterable[nn.Module]) -> int:
+    """Inputs up to which recorded steps multiply by the weights of `Linear`s among the modules, and not torch."""
+    linears = [one for one in modules if isinstance(one, Linear)]
+    by_tiles = [of_inputs(one.weight, MOST_INPUTS, has_bias=one.bias is not None) for one in linears]
+    return MOST_INPUTS if by_tiles and None not in by_tiles else MOST_OF_OTHERS
+
+
 def _is_watched(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """True if torch needs to see the product: for gradients, or because it records or transforms operations."""
     if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (inputs, weight, bias)):
@@ -300,6 +312,8 @@ def _find(products: Sequence[_Product], weight: Tensor) -> None:
 
 def _order_of(product: _Product, weight: Tensor, *, is_hard: bool) -> _How | None:
     (rows, columns), dtype, candidates = product.shape, product.dtype, _candidates(product)
+    if not candidates:
+        return None
     if is_hard:
         trials = 1 if weight.nbytes >= LARGE and rows % DIFFERENT_ROWS == 0 else TRIALS
         inputs = hard_inputs(trials, product.num_inputs, columns)
@@ -332,14 +346,22 @@ def _candidates(product: _Product) -> list[_How]:
     (rows, columns), is_bfloat16 = product.shape, product.dtype == torch.bfloat16
     if rows < LEAST_ROWS or columns < LEAST_COLUMNS or product.dtype not in _DTYPES:
         return []
-    multiples = {Order.CHAINED: 2 if is_bfloat16 else 1, Order.IN_PAIRS: 2, Order.TWOS: 2, Order.EIGHTS: 64}
+    known = set(Order) if product.num_inputs <= MOST_OF_OTHERS else {Order.IN_TILES}
+    if columns > WIDEST_IN_TILES:
+        known.discard(Order.IN_TILES)
     orders = {
         order
-        for order in Order
-        if columns % multiples.get(order, 1) == 0 and library().swarmllm_has_order(kernels.level(), is_bfloat16, order)
+        for order in known
+        if columns % multiple_of(order, product.dtype) == 0
+        and library().swarmllm_has_order(kernels.level(), is_bfloat16, order)
     }
     blocks = {min(block, -(-columns // 2) * 2) for block in BLOCKS}  # those that are longer than a row are the same
     return [_How(order, block) for order in sorted(orders) for block in (sorted(blocks) if order in IN_BLOCKS else [0])]
+
+
+def multiple_of(order: Order, dtype: torch.dtype) -> int:
+    """What divides the numbers of columns that such an order has."""
+    return {Order.EIGHTS: 64, Order.IN_TILES: 32, Order.TWOS: 2}.get(order, 2 if dtype == torch.bfloat16 else 1)
 
 
 def hard_weight(rows: int, columns: int) -> Tensor:

@@ -4,7 +4,8 @@
 #include <stdint.h>
 
 /* Orders of additions, as whole.h describes them. */
-enum { CHAINED, FOURS, FOURS_LATE, EIGHTS, TWOS, IN_LANES, IN_LANES_LATE, IN_PAIRS };
+enum { CHAINED, FOURS, FOURS_LATE, EIGHTS, TWOS, IN_LANES, IN_LANES_LATE, IN_PAIRS, IN_TILES };
+#define MOST_IN_TILES 32 /* inputs */
 
 typedef struct {
     const char *weights; /* [rows, columns] */

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from swarmllm.data_structures import Span
 from swarmllm.models.boundary.block_inputs import BlockInputs
-from swarmllm.models.quantization import QuantizedWeight, kernels
+from swarmllm.models.quantization import QuantizedWeight, kernels, whole
 from swarmllm.models.quantization.line import Line, why_no_steps
 from swarmllm.models.quantization.loading import Whole
 from swarmllm.models.quantization.packed import InStrips
@@ -102,7 +102,8 @@ class TracedSteps:
         blocks = self._paged.blocks
         weights = [one.packed for one in blocks.slots.modules() if isinstance(one, QuantizedWeight)]
         if self.is_exact:
-            return min([kernels.AT_A_TIME, *(one.most_inputs() for one in weights if isinstance(one, Whole))])
+            own = (one.most_inputs() for one in weights if isinstance(one, Whole))
+            return min([whole.most_inputs(blocks.slots.modules()), *own])
         forms = {isinstance(one, InStrips) for one in weights if not one.rounds_inputs}
         faster = min([MOST_ROWS, *(kernels.most_inputs(blocks.dtype, in_strips=one) for one in forms)])
         return max(kernels.AT_A_TIME, faster)
@@ -113,9 +114,9 @@ class TracedSteps:
         Raises:
             PackingUnsupportedError: a step can't be a straight line.
         """
-        whole = self._lines.get((self._paged.blocks.span, dtype))  # it can begin and end at any block
-        if whole is not None:
-            return whole
+        all_blocks = self._lines.get((self._paged.blocks.span, dtype))  # it can begin and end at any block
+        if all_blocks is not None:
+            return all_blocks
         if (span, dtype) not in self._lines:
             self._lines[span, dtype] = _record(self._paged, span, dtype)
         return self._lines[span, dtype]
