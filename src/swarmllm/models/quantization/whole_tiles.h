@@ -4,6 +4,7 @@
 #if LEVEL == 4 && __GNUC__ >= 11
 #define TILE 16         /* rows of a tile, or inputs */
 #define TILE_COLUMNS 32 /* 64 bytes */
+#define WRITTEN() __asm__ volatile("" ::: "memory") /* GCC 12 doesn't know how much memory tiles and their shapes read */
 /* GCC wants their numbers as such: sums of two tiles of rows by two of inputs are 0 to 3, weights 4 and 5, inputs 6 and 7. */
 
 static void shape_tiles(const int64_t num[2]) {
@@ -17,6 +18,7 @@ static void shape_tiles(const int64_t num[2]) {
         shapes.rows[tile] = width ? TILE : 0;
         shapes.bytes[tile] = (uint16_t)(4 * width);
     }
+    WRITTEN();
     _tile_loadconfig(&shapes);
 }
 
@@ -86,6 +88,7 @@ static void in_tiles(const whole *w, const float *bias, int64_t start, int64_t e
     int64_t of_tiles[2] = {num < TILE ? num : TILE, num < TILE ? 0 : num - TILE}, words = w->columns / 2, left;
     float ALIGNED side_by_side[num * words];
     put_side_by_side((const float *)inputs, words, num, side_by_side);
+    WRITTEN();
     shape_tiles(of_tiles);
     for (int64_t row = start; (left = end - row) > 0; row += left < 2 * TILE ? TILE : 2 * TILE) {
         int64_t first = left < TILE ? end - TILE : row; /* some rows twice, with the same result */
