@@ -1,5 +1,6 @@
 """Weights in strips (`strips.h`) beside the same ones row by row, by each version that runs here."""
 
+import math
 import socket
 import threading
 from collections.abc import Callable
@@ -12,19 +13,19 @@ from tests.kernel_levels import LEVELS
 from torch import Tensor
 
 from swarmllm.models.parallel.exchange import Link
-from swarmllm.models.quantization import kernels
+from swarmllm.models.quantization import kernels, whole
 from swarmllm.models.quantization.decoded import FORMS, KINDS
 from swarmllm.models.quantization.packed import InStrips, Int8, LlmInt8, Packed
 from swarmllm.models.quantization.weight import PackedView
+from swarmllm.models.quantization.whole import Order, _How, _multiply, _Whole
 
 CPU = torch.device("cpu")
 INT8 = None
 KINDS_IN_STRIPS = [INT8, *sorted(kernels.IN_STRIPS)]
 
 
-VERSIONS = sorted(
-    {2 for level in LEVELS if level == 3} | {kernels.library().swarmllm_strips_version(one) for one in LEVELS} - {0}
-)
+OF_LEVELS = {kernels.library().swarmllm_strips_version(one) for one in LEVELS} - {0}
+VERSIONS = sorted(OF_LEVELS | {2 for level in LEVELS if level == 3} | {4 for version in OF_LEVELS if version > 4})
 """Not all up to the last: processors with AVX-512's VNNI may lack AVX-VNNI."""
 
 
@@ -208,6 +209,45 @@ def test_the_number_of_inputs_for_kernels_follows_their_times(
     monkeypatch.setattr(kernels, "least_s", lambda _: next(measured))
     assert kernels.most_inputs.__wrapped__(torch.float32, in_strips=True) == most
     assert next(measured, None) is None
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_many_inputs_by_tiles(kind: int | None, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bits of products with the rows, decoded to bfloat16, in the order of `whole_tiles.h`."""
+    if kernels.strips_version() < kernels.BY_TILES:
+        assert (
+            not row_by_row(kind, 32, block(kind), torch.Generator(), torch.bfloat16)
+            .for_device(CPU)
+            ._matrix()
+            .takes_many
+        )
+        pytest.skip("not in this version")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(kernels, "WORTH_A_THREAD", 1)
+    generator = torch.Generator().manual_seed(7)
+    for rows, columns in ((32, block(kind)), (48, 2 * block(kind)), (112, 1024), (32, 3072), (160, 256)):
+        weight = row_by_row(kind, rows, columns, generator, torch.bfloat16)
+        strips, scale = weight.for_device(CPU), weight._output_scale()
+        decoded = whole._at(weight._rows(0, rows, torch.float32).bfloat16(), 0)
+        for num_inputs in (1, 15, 16, 17, 40, 255, 256, 257, 290):
+            inputs = torch.randn(num_inputs, columns, generator=generator).bfloat16()
+            inputs[0] = 0
+            ones = torch.eye(columns, dtype=torch.bfloat16)[:num_inputs]
+            got = strips._multiply_by_rows(inputs)
+            if scale is None:
+                expected = [
+                    _multiply(some.clone(), _Whole.of(decoded, _How(Order.IN_TILES)), None) for some in inputs.split(32)
+                ]
+                assert torch.equal(got, torch.cat(expected)), (rows, columns, num_inputs)
+            else:  # rounded once
+                products = (inputs.double() @ decoded.double().T * scale.double()).float()
+                assert torch.allclose(got.float(), products, rtol=2**-8, atol=1e-4)
+                assert torch.equal(strips._multiply_by_rows(ones), (decoded.T * scale)[:num_inputs])
+    inputs[3, 5], inputs[4, 6] = math.nan, math.inf
+    got = strips._multiply_by_rows(inputs)
+    assert got[3].isnan().all()
+    assert not got[4].isfinite().any()
+    assert got[[0, 1, 2, 5]].isfinite().all()
 
 
 @only_with_int8

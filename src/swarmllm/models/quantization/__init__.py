@@ -7,8 +7,8 @@
     block_search  rounds weights into blocks of GGUF: q8_0, q6_k, q5_k, q4_k
     kernels      products on CPUs, in C: kernels.c chooses among products.h as compiled for three kinds of processors,
                  int8_kernels.c among int8_products.h, whose inputs are rounded to 8 bits (`--activations`), strips.c
-                 among strips.h, for weights that are arranged for it (`packed.InStrips`); the fastest way to multiply
-                 on this processor
+                 among strips.h, for weights that are arranged for it (`packed.InStrips`), and calls strips_tiles.h for
+                 many inputs; the fastest way to multiply on this processor
     whole        products with weights as they are, with torch's bits but faster, by whole.h
     whole_attention  attention of one position, with torch's bits but faster, by whole_attention.h
     step         a decode step as a line of operations

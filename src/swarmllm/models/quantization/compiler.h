@@ -32,6 +32,12 @@ INLINE void ask(const char *next, int64_t bytes) {
         PREFETCH_SECOND(next + at);
 }
 
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 11
+#define HAS_TILES /* the compiler knows them, and Linux can be asked for them */
+#endif
+/* True if this processor has AMX, with products of bfloat16, and the system lets this process use it. */
+int swarmllm_may_use_tiles(void);
+
 #define PASTED(name, level) swarmllm_##name##_##level
 #define EXPANDED(name, level) PASTED(name, level)
 #define OF_LEVEL(name) EXPANDED(name, LEVEL)

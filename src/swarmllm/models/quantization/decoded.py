@@ -455,7 +455,7 @@ class GgufStrips(InStrips, GgufBlocks):
             return self._as_rows()._rows(start, end, dtype)
         return super()._rows(start, end, dtype)
 
-    def _matrix(self) -> kernels.Matrix:
+    def _matrix(self) -> kernels.MatrixInStrips:
         return kernels.MatrixInStrips(self.codes, gguf=(self.kind, self.shape[1]))
 
 

@@ -17,13 +17,30 @@ void swarmllm_help_3(step *, int64_t);
 void swarmllm_help_4(step *, int64_t);
 #endif
 
-/* Which version of strips.h multiplies at a LEVEL that the processor has: 4 and 3 have instructions for products of bytes,
- * 2 knows no codes of 6 and 8 bits, 0 is none. */
+#ifdef HAS_TILES
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#define ASK_FOR_STATE 0x1023 /* of Linux: each thread's state grows by the tiles, so the process has to ask for them */
+#define STATE_OF_TILES 18
+
+int swarmllm_may_use_tiles(void) {
+    unsigned a, b, c, d;
+    const unsigned all = 1u << 22 | 1u << 24; /* AMX-BF16, AMX-TILE: edx of cpuid's leaf 7 */
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & all) == all &&
+           syscall(SYS_arch_prctl, ASK_FOR_STATE, STATE_OF_TILES) == 0;
+}
+#else
+int swarmllm_may_use_tiles(void) { return 0; }
+#endif
+
+/* Which version of strips.h multiplies at a LEVEL that the processor has: 5 multiplies many inputs by tiles, 4 and 3 have
+ * instructions for products of bytes, 2 knows no codes of 6 and 8 bits, 0 is none. */
 int64_t swarmllm_strips_version(int64_t level) {
 #ifdef WIDER
     __builtin_cpu_init();
     if (level >= 4 && __builtin_cpu_supports("avx512vnni"))
-        return 4;
+        return swarmllm_may_use_tiles() ? BY_TILES : 4;
     if (level >= 3)
         return __builtin_cpu_supports("avxvnni") ? 3 : 2;
 #endif

@@ -40,8 +40,14 @@ WORTH_A_THREAD = 1 << 20
 """Codes of a matrix. Assumed: below, giving half of them to another thread costs as much as it saves."""
 WORTH_ROUNDING = 1 << 16
 """Weights. Assumed: rounding them takes some hundred times as long as multiplying them."""
+LINE = 64
+"""Bytes of a line of the caches."""
 STRIP = 16
 """Rows that are side by side in a strip."""
+BY_TILES = 5
+"""The version of `strips.h` with products of many inputs by tiles (`strips_tiles.h`)."""
+INPUTS_OF_TILES = 256
+"""As there."""
 Q4_0, Q8_0 = 2, 8
 """GGUF's numbers of these kinds of blocks."""
 IN_STRIPS = {Q4_0: 2, 3: 2, 6: 2, 7: 2, Q8_0: 3, 12: 2, 13: 2, 14: 3}
@@ -94,7 +100,7 @@ def library() -> Any:
     except OSError as error:
         logger.warning("weights of few bits multiply slowly here, since swarmllm was installed without gcc (%s)", error)
         return None
-    is_complete = hasattr(found, "swarmllm_can_attend_as_torch")
+    is_complete = hasattr(found, "swarmllm_multiply_many")
     if not is_complete or getattr(found, "swarmllm_weight_bytes", int)() != ctypes.sizeof(_Weight):
         logger.warning(
             "weights of few bits multiply slowly, since %s is of another version: install swarmllm anew", path
@@ -112,6 +118,9 @@ def library() -> Any:
     found.swarmllm_round.argtypes = (number, number, address, number, address)
     found.swarmllm_multiply_rounded.argtypes = found.swarmllm_multiply.argtypes
     found.swarmllm_multiply_strips.argtypes = found.swarmllm_multiply.argtypes[1:]
+    found.swarmllm_multiply_many.argtypes = (
+        ctypes.POINTER(_Weight), number, number, address, number, address, address, number
+    )  # fmt: skip
     found.swarmllm_prepare_inputs.argtypes = (
         ctypes.POINTER(_Weight), ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p
     )  # fmt: skip
@@ -131,7 +140,7 @@ def library() -> Any:
     found.swarmllm_has_order.argtypes, found.swarmllm_has_order.restype = (ctypes.c_int64,) * 3, ctypes.c_int64
     for without_result in (
         "multiply", "dequantize", "round_inputs", "round", "multiply_rounded", "multiply_strips", "prepare_inputs",
-        "arrange", "open_strips", "multiply_whole", "attend_as_torch",
+        "multiply_many", "arrange", "open_strips", "multiply_whole", "attend_as_torch",
     ):  # fmt: skip
         getattr(found, f"swarmllm_{without_result}").restype = None
     return found
@@ -156,8 +165,8 @@ def rounded_bytes(columns: int) -> int:
 
 
 def strips_version() -> int:
-    """The compiled version of products with weights in strips (`strips.h`): 4 with AVX-512's VNNI, 3 with AVX-VNNI, 2
-    with AVX2, 0 if there is none."""
+    """The compiled version of products with weights in strips (`strips.h`): 5 with AMX, 4 with AVX-512's VNNI, 3 with
+    AVX-VNNI, 2 with AVX2, 0 if there is none."""
     return 0 if library() is None else _strips_version_at(level())
 
 
@@ -389,6 +398,33 @@ class MatrixInStrips(Matrix):
         return outputs
 
     @property
+    def takes_many(self) -> bool:
+        """True if `multiply_many` knows this matrix, on this processor."""
+        return self._weight.in_strips == BY_TILES and self.rows >= 2 * STRIP
+
+    def multiply_many(self, inputs: Tensor) -> Tensor:
+        """The same in bfloat16, for many inputs. Weights are rounded to it, but for scales of whole rows."""
+        inputs, num_inputs = inputs.contiguous(), inputs.shape[0]
+        outputs = inputs.new_empty(num_inputs, self.rows)
+        at_once = min(-(-num_inputs // STRIP) * STRIP, INPUTS_OF_TILES)
+
+        def part(start: int, end: int) -> None:
+            room = _at_line(at_once * self.columns, inputs.dtype)
+            library().swarmllm_multiply_many(
+                self._weight,
+                start,
+                end,
+                inputs.data_ptr(),
+                num_inputs,
+                room.data_ptr(),
+                outputs.data_ptr(),
+                self.rows,
+            )
+
+        in_parts(part, self.rows, self.rows * self.columns // WORTH_A_THREAD, 2 * STRIP)
+        return outputs
+
+    @property
     def is_faster_rounded(self) -> bool:
         return self.takes_rounded  # there are no pieces to fill
 
@@ -401,6 +437,12 @@ class MatrixInStrips(Matrix):
         rows, room = torch.empty(last - first, self.columns), torch.empty(STRIP * self._row_bytes, dtype=torch.uint8)
         library().swarmllm_dequantize(level(), self._weight, first, last, rows.data_ptr(), room.data_ptr())
         return rows[start - first : end - first]
+
+
+def _at_line(numel: int, dtype: torch.dtype) -> Tensor:
+    """Memory that begins at a line of the caches."""
+    room = torch.empty(numel + LINE // dtype.itemsize, dtype=dtype)
+    return room[-room.data_ptr() % LINE // dtype.itemsize :]
 
 
 def in_parts(part: Callable[[int, int], None], num_rows: int, most: int, unit: int = 1) -> None:
@@ -465,7 +507,8 @@ def kernels_take(inputs: Tensor, *, in_strips: bool = False) -> bool:
 
 @functools.cache
 def most_inputs(dtype: torch.dtype, *, in_strips: bool = False) -> int:
-    """The number of inputs of this dtype up to which our kernels are faster than torch with rows decoded for it.
+    """The number of inputs of this dtype up to which our kernels are faster than products with rows decoded for these,
+    by torch or by tiles (`strips_tiles.h`).
 
     The kernels' time grows with the inputs, torch's begins with the decoding. Measured (5632×2048, int8, one thread,
     Zen 5): with AVX-512 the kernels are faster for up to 24 inputs in bfloat16, which has instructions of its own, and
@@ -479,8 +522,11 @@ def most_inputs(dtype: torch.dtype, *, in_strips: bool = False) -> int:
         matrix = (MatrixInStrips if in_strips else Matrix)(codes, torch.ones(2048, 1))
     else:
         matrix = MatrixInStrips(torch.zeros(2048, 1152, dtype=torch.uint8), gguf=(Q4_0, 2048))
-    step = min(SLICE_BYTES // (2048 * wide.itemsize), 2048)  # as many rows at a time as in blocks
-    few_s, many_s = (2048 / step * _by_torch_s(codes[:step], wide, count) for count in (AT_A_TIME, MANY))
+    if isinstance(matrix, MatrixInStrips) and matrix.takes_many and wide == torch.bfloat16:
+        few_s, many_s = (least_s(_many(matrix, count)) for count in (AT_A_TIME, MANY))
+    else:
+        step = min(SLICE_BYTES // (2048 * wide.itemsize), 2048)  # as many rows at a time as in blocks
+        few_s, many_s = (2048 / step * _by_torch_s(codes[:step], wide, count) for count in (AT_A_TIME, MANY))
     each_s = (many_s - few_s) / (MANY - AT_A_TIME)
     decoding_s = few_s - each_s * AT_A_TIME
     if not of_int8:  # strip by strip: larger ones would take new memory
@@ -494,6 +540,10 @@ def most_inputs(dtype: torch.dtype, *, in_strips: bool = False) -> int:
         if most >= num_inputs:
             return most
     return AT_A_TIME
+
+
+def _many(matrix: MatrixInStrips, num_inputs: int) -> Callable[[], Tensor]:
+    return functools.partial(matrix.multiply_many, torch.zeros(num_inputs, matrix.columns, dtype=torch.bfloat16))
 
 
 @functools.cache

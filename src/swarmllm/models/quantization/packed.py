@@ -356,6 +356,15 @@ class InStrips(Packed):
     def _kernel_takes(self, inputs: Tensor) -> bool:
         return kernels_take(inputs, in_strips=True)
 
+    def _multiply_by_rows(self, inputs: Tensor) -> Tensor:
+        matrix = self._matrix() if inputs.is_cpu and inputs.dtype == torch.bfloat16 else None
+        if matrix is not None and matrix.takes_many:
+            return matrix.multiply_many(inputs)
+        return super()._multiply_by_rows(inputs)
+
+    @abstractmethod
+    def _matrix(self) -> kernels.MatrixInStrips: ...
+
 
 class Int8Strips(InStrips, Int8):
     """`Int8` in strips."""
@@ -376,7 +385,7 @@ class Int8Strips(InStrips, Int8):
     def _by_torch(self, inputs: Tensor) -> bool:
         return False
 
-    def _matrix(self) -> kernels.Matrix:
+    def _matrix(self) -> kernels.MatrixInStrips:
         return kernels.MatrixInStrips(self.codes, self.scale[:, None])
 
     def cuda_matrix(self) -> None:  # type: ignore[override]

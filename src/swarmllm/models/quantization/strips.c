@@ -17,6 +17,7 @@
 DECLARED(_3)
 DECLARED(_vnni_3)
 DECLARED(_vnni_4)
+void swarmllm_multiply_many_vnni_4(const weight *, int64_t, int64_t, const uint16_t *, int64_t, void *, uint16_t *, int64_t);
 
 /* ---------------------------------------------------------------- the order */
 
@@ -142,18 +143,32 @@ void swarmllm_open_strips(int64_t wide, const uint8_t *codes, int64_t strips, in
 
 /* [num, columns] -> [num, groups] */
 void swarmllm_prepare_inputs(const weight *w, const float *inputs, int64_t num, void *made) {
-    (w->in_strips == 4   ? swarmllm_prepare_inputs_vnni_4
+    (w->in_strips >= 4   ? swarmllm_prepare_inputs_vnni_4
      : w->in_strips == 3 ? swarmllm_prepare_inputs_vnni_3
                          : swarmllm_prepare_inputs_3)(w, inputs, num, made);
 }
 
 void swarmllm_multiply_strips(const weight *w, int64_t start, int64_t end, const void *inputs, int64_t num, float *outputs,
                               int64_t stride) {
-    (w->in_strips == 4   ? swarmllm_multiply_strips_vnni_4
+    (w->in_strips >= 4   ? swarmllm_multiply_strips_vnni_4
      : w->in_strips == 3 ? swarmllm_multiply_strips_vnni_3
                          : swarmllm_multiply_strips_3)(w, start, end, inputs, num, outputs, stride);
 }
+
+/* Inputs and outputs in bfloat16, of weights that are BY_TILES: strips_tiles.h. */
+void swarmllm_multiply_many(const weight *w, int64_t start, int64_t end, const uint16_t *inputs, int64_t num, void *room,
+                            uint16_t *outputs, int64_t stride) {
+#ifdef HAS_TILES
+    swarmllm_multiply_many_vnni_4(w, start, end, inputs, num, room, outputs, stride);
+#else
+    (void)w, (void)start, (void)end, (void)inputs, (void)num, (void)room, (void)outputs, (void)stride;
+#endif
+}
 #else /* no weight is in strips */
+void swarmllm_multiply_many(const weight *w, int64_t start, int64_t end, const uint16_t *inputs, int64_t num, void *room,
+                            uint16_t *outputs, int64_t stride) {
+    (void)w, (void)start, (void)end, (void)inputs, (void)num, (void)room, (void)outputs, (void)stride;
+}
 void swarmllm_arrange(int64_t kind, int64_t back, const uint8_t *from, int64_t strips, int64_t row_bytes, uint8_t *to) {
     (void)kind, (void)back, (void)from, (void)strips, (void)row_bytes, (void)to;
 }

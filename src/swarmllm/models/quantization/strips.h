@@ -468,6 +468,7 @@ static products_of *products_for(int kind, int64_t num, int rounds) {
 }
 
 #include "strips_opened.h"
+#include "strips_tiles.h"
 
 /* Add the products of `bytes` of a strip, some columns, to the outputs of `num` inputs.
  *

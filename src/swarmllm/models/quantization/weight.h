@@ -64,8 +64,11 @@ void swarmllm_multiply_rounded(int64_t version, const weight *w, int64_t start, 
                                int64_t num_inputs, float *outputs, int64_t stride);
 
 /* Weights in strips, of strips.c and strips.h. */
-#define SIDE 16 /* rows of a strip */
+#define SIDE 16    /* rows of a strip */
+#define BY_TILES 5 /* the version of strips that multiplies many inputs by tiles */
 void swarmllm_arrange(int64_t kind, int64_t back, const uint8_t *from, int64_t strips, int64_t row_bytes, uint8_t *to);
 void swarmllm_prepare_inputs(const weight *w, const float *inputs, int64_t num, void *made);
 void swarmllm_multiply_strips(const weight *w, int64_t start, int64_t end, const void *inputs, int64_t num, float *outputs,
                               int64_t stride);
+void swarmllm_multiply_many(const weight *w, int64_t start, int64_t end, const uint16_t *inputs, int64_t num, void *room,
+                            uint16_t *outputs, int64_t stride);

@@ -1,26 +1,10 @@
 /* The choice among the versions of whole.h. */
+#include "compiler.h"
 #include "whole_weight.h"
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 void swarmllm_multiply_whole_3(const whole *, const float *, int64_t, int64_t, const char *, int64_t, char *);
 void swarmllm_multiply_whole_4(const whole *, const float *, int64_t, int64_t, const char *, int64_t, char *);
-
-#if defined(__linux__) && __GNUC__ >= 11
-#include <cpuid.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#define ASK_FOR_STATE 0x1023 /* of Linux: each thread's state grows by the tiles, so the process has to ask for them */
-#define TILES 18
-#define HAS_TILES (1u << 22 | 1u << 24) /* AMX-BF16 and AMX-TILE, in edx of cpuid's leaf 7 */
-
-static int has_tiles(void) {
-    unsigned a, b, c, d;
-    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & HAS_TILES) == HAS_TILES &&
-           syscall(SYS_arch_prctl, ASK_FOR_STATE, TILES) == 0;
-}
-#else
-static int has_tiles(void) { return 0; }
-#endif
 
 /* True if this processor can multiply at this LEVEL in that order. */
 int64_t swarmllm_has_order(int64_t level, int64_t is_bfloat16, int64_t order) {
@@ -31,7 +15,7 @@ int64_t swarmllm_has_order(int64_t level, int64_t is_bfloat16, int64_t order) {
         return order < IN_PAIRS && order != EIGHTS && order != (level == 3 ? IN_LANES_LATE : TWOS);
     if (level == 3)
         return order == EIGHTS;
-    return order == IN_TILES ? has_tiles()
+    return order == IN_TILES ? swarmllm_may_use_tiles()
                              : (order == CHAINED || order == IN_PAIRS) && __builtin_cpu_supports("avx512bf16");
 }
 

@@ -1,25 +1,20 @@
 /* The order IN_TILES of whole.h, which includes this file: oneDNN's in bfloat16 on processors with AMX, by the same
  * instruction. It sums up 32 columns, even and odd ones apart, and adds both sums to those of the columns before. 16 rows by
  * 16 inputs take it as long as by one, so the time is that in which weights are read. */
-#if LEVEL == 4 && __GNUC__ >= 11
-#define TILE 16         /* rows of a tile, or inputs */
+#if LEVEL == 4 && defined(HAS_TILES)
+#include "tiles.h"
+
 #define TILE_COLUMNS 32 /* 64 bytes */
-#define WRITTEN() __asm__ volatile("" ::: "memory") /* GCC 12 doesn't know how much memory tiles and their shapes read */
 /* GCC wants their numbers as such: sums of two tiles of rows by two of inputs are 0 to 3, weights 4 and 5, inputs 6 and 7. */
 
-static void shape_tiles(const int64_t num[2]) {
-    struct {
-        uint8_t palette, start, unused[14];
-        uint16_t bytes[16]; /* of a tile's row */
-        uint8_t rows[16];
-    } ALIGNED shapes = {.palette = 1};
+static void shape_for_pairs(const int64_t num[2]) {
+    tile_shapes shapes = {.palette = 1};
     for (int tile = 0; tile < 8; tile++) {
-        int64_t width = tile == 4 || tile == 5 ? TILE : num[tile % 2];
-        shapes.rows[tile] = width ? TILE : 0;
+        int64_t width = tile == 4 || tile == 5 ? TILE_ROWS : num[tile % 2];
+        shapes.rows[tile] = width ? TILE_ROWS : 0;
         shapes.bytes[tile] = (uint16_t)(4 * width);
     }
-    WRITTEN();
-    _tile_loadconfig(&shapes);
+    shape_tiles(&shapes);
 }
 
 /* [num, words] -> [words, num]: a word is a pair of columns. */
@@ -41,8 +36,8 @@ static void put_side_by_side(const float *inputs, int64_t words, int64_t num, fl
 INLINE void tiles_of(const whole *w, const float *bias, int64_t first, int rows, const float *inputs, int64_t num,
                      int tiles, char *outputs) {
     int64_t bytes = 2 * w->columns;
-    const char *from = w->weights + first * bytes, *next = from + rows * TILE * bytes;
-    float ALIGNED sums[2 * TILE][2 * TILE];
+    const char *from = w->weights + first * bytes, *next = from + rows * TILE_ROWS * bytes;
+    float ALIGNED sums[2 * TILE_ROWS][2 * TILE_ROWS];
     _tile_zero(0);
     _tile_zero(2);
     if (tiles == 2) {
@@ -54,49 +49,48 @@ INLINE void tiles_of(const whole *w, const float *bias, int64_t first, int rows,
         _tile_loadd(4, from + at, bytes);
         _tile_dpbf16ps(0, 4, 6);
         if (rows == 2) {
-            _tile_loadd(5, from + TILE * bytes + at, bytes);
+            _tile_loadd(5, from + TILE_ROWS * bytes + at, bytes);
             _tile_dpbf16ps(2, 5, 6);
         }
         if (tiles == 2) {
-            _tile_loadd(7, inputs + TILE, 4 * num);
+            _tile_loadd(7, inputs + TILE_ROWS, 4 * num);
             _tile_dpbf16ps(1, 4, 7);
             if (rows == 2)
                 _tile_dpbf16ps(3, 5, 7);
         }
-        ask(next + at * rows * TILE, rows * TILE * 2 * TILE_COLUMNS);
+        ask(next + at * rows * TILE_ROWS, rows * TILE_ROWS * 2 * TILE_COLUMNS);
     }
     _tile_stored(0, sums, sizeof *sums);
-    _tile_stored(2, sums[TILE], sizeof *sums);
+    _tile_stored(2, sums[TILE_ROWS], sizeof *sums);
     if (tiles == 2) {
-        _tile_stored(1, sums[0] + TILE, sizeof *sums);
-        _tile_stored(3, sums[TILE] + TILE, sizeof *sums);
+        _tile_stored(1, sums[0] + TILE_ROWS, sizeof *sums);
+        _tile_stored(3, sums[TILE_ROWS] + TILE_ROWS, sizeof *sums);
     }
     for (int which = 0; which < rows; which++)
         for (int64_t input = 0; input < num; input += LANES) {
-            vec part[LANES], added = bias ? LOAD(bias + first + which * TILE) : ZERO();
+            vec part[LANES], added = bias ? LOAD(bias + first + which * TILE_ROWS) : ZERO();
             for (int row = 0; row < LANES; row++)
-                part[row] = LOAD(sums[which * TILE + row] + input);
+                part[row] = LOAD(sums[which * TILE_ROWS + row] + input);
             transpose(part);
             for (int one = 0; one < LANES && input + one < num; one++)
-                TO_BFLOAT16(outputs + ((input + one) * w->rows + first + which * TILE) * 2, ADD(part[one], added));
+                TO_BFLOAT16(outputs + ((input + one) * w->rows + first + which * TILE_ROWS) * 2, ADD(part[one], added));
         }
 }
 
 /* Of at most MOST_IN_TILES inputs. */
 static void in_tiles(const whole *w, const float *bias, int64_t start, int64_t end, const char *inputs, int64_t num,
                      char *outputs) {
-    int64_t of_tiles[2] = {num < TILE ? num : TILE, num < TILE ? 0 : num - TILE}, words = w->columns / 2, left;
+    int64_t of_tiles[2] = {num < TILE_ROWS ? num : TILE_ROWS, num < TILE_ROWS ? 0 : num - TILE_ROWS}, words = w->columns / 2, left;
     float ALIGNED side_by_side[num * words];
     put_side_by_side((const float *)inputs, words, num, side_by_side);
-    WRITTEN();
-    shape_tiles(of_tiles);
-    for (int64_t row = start; (left = end - row) > 0; row += left < 2 * TILE ? TILE : 2 * TILE) {
-        int64_t first = left < TILE ? end - TILE : row; /* some rows twice, with the same result */
-        if (num > TILE && left >= 2 * TILE)
+    shape_for_pairs(of_tiles);
+    for (int64_t row = start; (left = end - row) > 0; row += left < 2 * TILE_ROWS ? TILE_ROWS : 2 * TILE_ROWS) {
+        int64_t first = left < TILE_ROWS ? end - TILE_ROWS : row; /* some rows twice, with the same result */
+        if (num > TILE_ROWS && left >= 2 * TILE_ROWS)
             tiles_of(w, bias, first, 2, side_by_side, num, 2, outputs);
-        else if (num > TILE)
+        else if (num > TILE_ROWS)
             tiles_of(w, bias, first, 1, side_by_side, num, 2, outputs);
-        else if (left >= 2 * TILE)
+        else if (left >= 2 * TILE_ROWS)
             tiles_of(w, bias, first, 2, side_by_side, num, 1, outputs);
         else
             tiles_of(w, bias, first, 1, side_by_side, num, 1, outputs);
