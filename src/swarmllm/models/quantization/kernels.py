@@ -106,38 +106,23 @@ def library() -> Any:
             "weights of few bits multiply slowly, since %s is of another version: install swarmllm anew", path
         )
         return None
-    found.swarmllm_multiply.argtypes = (
-        ctypes.c_int64, ctypes.POINTER(_Weight), ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64,
-        ctypes.c_void_p, ctypes.c_int64,
-    )  # fmt: skip
-    found.swarmllm_dequantize.argtypes = (
-        ctypes.c_int64, ctypes.POINTER(_Weight), ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p
-    )  # fmt: skip
-    number, address = ctypes.c_int64, ctypes.c_void_p
+    number, address, matrix = ctypes.c_int64, ctypes.c_void_p, ctypes.POINTER(_Weight)
+    product = (matrix, number, number, address, number, address, number)
+    found.swarmllm_multiply.argtypes = found.swarmllm_multiply_rounded.argtypes = (number, *product)
+    found.swarmllm_multiply_strips.argtypes = product
+    found.swarmllm_multiply_many.argtypes = (*product[:5], address, *product[5:])
+    found.swarmllm_dequantize.argtypes = (number, matrix, number, number, address, address)
     found.swarmllm_round_inputs.argtypes = (number, address, number, number, address)
     found.swarmllm_round.argtypes = (number, number, address, number, address)
-    found.swarmllm_multiply_rounded.argtypes = found.swarmllm_multiply.argtypes
-    found.swarmllm_multiply_strips.argtypes = found.swarmllm_multiply.argtypes[1:]
-    found.swarmllm_multiply_many.argtypes = (
-        ctypes.POINTER(_Weight), number, number, address, number, address, address, number
-    )  # fmt: skip
-    found.swarmllm_prepare_inputs.argtypes = (
-        ctypes.POINTER(_Weight), ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p
-    )  # fmt: skip
-    found.swarmllm_arrange.argtypes = (
-        ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p
-    )  # fmt: skip
-    found.swarmllm_open_strips.argtypes = (
-        ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p
-    )  # fmt: skip
+    found.swarmllm_prepare_inputs.argtypes = (matrix, address, number, address)
+    found.swarmllm_arrange.argtypes = (number, number, address, number, number, address)
+    found.swarmllm_open_strips.argtypes = (number, address, number, number, address)
+    whole = (number, address, address, number, number, address, number, address)
+    found.swarmllm_multiply_whole.argtypes = whole
+    found.swarmllm_has_order.argtypes, found.swarmllm_has_order.restype = (number,) * 3, number
     for of_level in ("rounded_bytes", "int8_version", "strips_version", "can_attend_as_torch"):
         choice = getattr(found, f"swarmllm_{of_level}")
-        choice.argtypes, choice.restype = (ctypes.c_int64,), ctypes.c_int64
-    found.swarmllm_multiply_whole.argtypes = (
-        ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p,
-        ctypes.c_int64, ctypes.c_void_p,
-    )  # fmt: skip
-    found.swarmllm_has_order.argtypes, found.swarmllm_has_order.restype = (ctypes.c_int64,) * 3, ctypes.c_int64
+        choice.argtypes, choice.restype = (number,), number
     for without_result in (
         "multiply", "dequantize", "round_inputs", "round", "multiply_rounded", "multiply_strips", "prepare_inputs",
         "multiply_many", "arrange", "open_strips", "multiply_whole", "attend_as_torch",
