@@ -255,6 +255,17 @@ def test_auto_rounds_for_weights_that_gain_by_it(columns: int, gains: bool) -> N
     assert weight.packed.rounds_inputs == gains
 
 
+@pytest.mark.skipif(not kernels.has_strips(), reason="this processor has no strips of int8")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [16, 32])
+def test_auto_rounds_where_no_tiles_multiply(rows: int, dtype: torch.dtype) -> None:
+    weight = QuantizedWeight(Int8.quantize(torch.randn(rows, 512).to(dtype)).for_device(torch.device("cpu")))
+    by_tiles = rows == 32 and kernels.has_tiles(dtype)
+    assert weight.packed.can_round_inputs()
+    round_inputs([weight], if_faster=True)
+    assert weight.packed.rounds_inputs != by_tiles
+
+
 def test_a_machine_that_rounds_wrongly_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     matrix = rounding(Int8)(*Int8.quantize(torch.randn(8, 64)).tensors().values(), torch.float32)
     check_rounded(matrix)

@@ -215,12 +215,7 @@ def test_the_number_of_inputs_for_kernels_follows_their_times(
 def test_many_inputs_by_tiles(kind: int | None, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bits of products with the rows, decoded to bfloat16, in the order of `whole_tiles.h`."""
     if kernels.strips_version() < kernels.BY_TILES:
-        assert (
-            not row_by_row(kind, 32, block(kind), torch.Generator(), torch.bfloat16)
-            .for_device(CPU)
-            ._matrix()
-            .takes_many
-        )
+        assert not kernels.has_tiles(torch.bfloat16)
         pytest.skip("not in this version")
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(kernels, "WORTH_A_THREAD", 1)

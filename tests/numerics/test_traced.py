@@ -295,6 +295,39 @@ def test_company_never_changes_how_rounded_inputs_are_multiplied(
             assert torch.equal(output, expected)
 
 
+@pytest.mark.skipif(kernels.strips_version() != kernels.BY_TILES, reason="this processor has no AMX")
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("quant_type", ["int8", "q8_0"])
+def test_many_rows_by_tiles(quant_type: str, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by the model's own code but for roundings, and a row is the same in any company of 17 or more."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(kernels, "WORTH_A_THREAD", 1)
+    blocks = load("llama", tmp_path, torch.bfloat16, quant_type)
+    packer, random, num_rows = packer_of(blocks), torch.Generator().manual_seed(3), 40
+    assert packer.traces
+    begin, step = (some_inputs(blocks, 1, length, random) for length in (3, 1))
+    hidden = [torch.randn(1, 1, 64, generator=random).bfloat16() for _ in range(num_rows)]
+
+    def outputs(of: Sequence[int]) -> list[Tensor]:
+        caches = [blocks.new_cache() for _ in of]
+        for cache in caches:
+            blocks.forward(begin, None, cache)
+        calls = [SessionCall(step.with_hidden(hidden[i]), blocks.span, c) for i, c in zip(of, caches, strict=True)]
+        with lines_counted() as rows:
+            found = packer.run_calls(calls)
+        assert rows == [len(of)]
+        return found  # type: ignore[return-value]
+
+    expected = outputs(range(num_rows))
+    for of in (range(17), range(39, 6, -1), range(8, 40, 1)):
+        for idx, output in zip(of, outputs(of), strict=True):
+            assert torch.equal(output, expected[idx])
+    for idx in (0, 16, 39):
+        cache = blocks.new_cache()
+        blocks.forward(begin, None, cache)
+        assert relative_error(expected[idx], blocks.forward(step.with_hidden(hidden[idx]), None, cache)) <= 0.02
+
+
 def run_operation(operation: Operation, sizes: Sequence[int], hidden: Tensor, stored: Sequence[int] = ()) -> Tensor:
     """The output of one operation on a row; value 0 is the row, value 1 the output of the same size."""
     whole = [View(value, 0, (0, 0, 0, 1)) for value in range(2)]

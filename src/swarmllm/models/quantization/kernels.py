@@ -46,8 +46,8 @@ STRIP = 16
 """Rows that are side by side in a strip."""
 BY_TILES = 5
 """The version of `strips.h` with products of many inputs by tiles (`strips_tiles.h`)."""
-INPUTS_OF_TILES = 256
-"""As there."""
+TILE_ROWS = 16
+"""Inputs of a tile."""
 Q4_0, Q8_0 = 2, 8
 """GGUF's numbers of these kinds of blocks."""
 IN_STRIPS = {Q4_0: 2, 3: 2, 6: 2, 7: 2, Q8_0: 3, 12: 2, 13: 2, 14: 3}
@@ -100,7 +100,7 @@ def library() -> Any:
     except OSError as error:
         logger.warning("weights of few bits multiply slowly here, since swarmllm was installed without gcc (%s)", error)
         return None
-    is_complete = hasattr(found, "swarmllm_multiply_many")
+    is_complete = hasattr(found, "swarmllm_multiply_tiles")
     if not is_complete or getattr(found, "swarmllm_weight_bytes", int)() != ctypes.sizeof(_Weight):
         logger.warning(
             "weights of few bits multiply slowly, since %s is of another version: install swarmllm anew", path
@@ -109,8 +109,8 @@ def library() -> Any:
     number, address, matrix = ctypes.c_int64, ctypes.c_void_p, ctypes.POINTER(_Weight)
     product = (matrix, number, number, address, number, address, number)
     found.swarmllm_multiply.argtypes = found.swarmllm_multiply_rounded.argtypes = (number, *product)
-    found.swarmllm_multiply_strips.argtypes = product
-    found.swarmllm_multiply_many.argtypes = (*product[:5], address, *product[5:])
+    found.swarmllm_multiply_strips.argtypes = found.swarmllm_multiply_tiles.argtypes = product
+    found.swarmllm_put_in_tiles.argtypes = (address, number, number, address)
     found.swarmllm_dequantize.argtypes = (number, matrix, number, number, address, address)
     found.swarmllm_round_inputs.argtypes = (number, address, number, number, address)
     found.swarmllm_round.argtypes = (number, number, address, number, address)
@@ -125,7 +125,7 @@ def library() -> Any:
         choice.argtypes, choice.restype = (number,), number
     for without_result in (
         "multiply", "dequantize", "round_inputs", "round", "multiply_rounded", "multiply_strips", "prepare_inputs",
-        "multiply_many", "arrange", "open_strips", "multiply_whole", "attend_as_torch",
+        "put_in_tiles", "multiply_tiles", "arrange", "open_strips", "multiply_whole", "attend_as_torch",
     ):  # fmt: skip
         getattr(found, f"swarmllm_{without_result}").restype = None
     return found
@@ -164,6 +164,11 @@ def has_strips(gguf_kind: int | None = None) -> bool:
     """True if this processor multiplies strips of int8 codes, or of GGUF's blocks of a kind."""
     least = IN_STRIPS[Q8_0] if gguf_kind is None else IN_STRIPS.get(gguf_kind)
     return least is not None and strips_version() >= least
+
+
+def has_tiles(dtype: torch.dtype) -> bool:
+    """True if this processor multiplies strips by many inputs of this dtype in tiles (`strips_tiles.h`)."""
+    return dtype == torch.bfloat16 and strips_version() == BY_TILES
 
 
 def into_strips(codes: Tensor, gguf_kind: int | None = None, *, back: bool = False) -> Tensor:
@@ -382,28 +387,17 @@ class MatrixInStrips(Matrix):
             _recording.record(self, inputs, outputs)
         return outputs
 
-    @property
-    def takes_many(self) -> bool:
-        """True if `multiply_many` knows this matrix, on this processor."""
-        return self._weight.in_strips == BY_TILES and self.rows >= 2 * STRIP
-
     def multiply_many(self, inputs: Tensor) -> Tensor:
-        """The same in bfloat16, for many inputs. Weights are rounded to it, but for scales of whole rows."""
+        """The same in bfloat16, for many inputs, of at least two strips, on a processor that `has_tiles`. Weights are
+        rounded to bfloat16, but for scales of whole rows."""
         inputs, num_inputs = inputs.contiguous(), inputs.shape[0]
         outputs = inputs.new_empty(num_inputs, self.rows)
-        at_once = min(-(-num_inputs // STRIP) * STRIP, INPUTS_OF_TILES)
+        tiles = _at_line(-(-num_inputs // TILE_ROWS) * TILE_ROWS * self.columns, inputs.dtype)
+        library().swarmllm_put_in_tiles(inputs.data_ptr(), num_inputs, self.columns, tiles.data_ptr())
 
         def part(start: int, end: int) -> None:
-            room = _at_line(at_once * self.columns, inputs.dtype)
-            library().swarmllm_multiply_many(
-                self._weight,
-                start,
-                end,
-                inputs.data_ptr(),
-                num_inputs,
-                room.data_ptr(),
-                outputs.data_ptr(),
-                self.rows,
+            library().swarmllm_multiply_tiles(
+                self._weight, start, end, tiles.data_ptr(), num_inputs, outputs.data_ptr(), self.rows
             )
 
         in_parts(part, self.rows, self.rows * self.columns // WORTH_A_THREAD, 2 * STRIP)
@@ -507,7 +501,7 @@ def most_inputs(dtype: torch.dtype, *, in_strips: bool = False) -> int:
         matrix = (MatrixInStrips if in_strips else Matrix)(codes, torch.ones(2048, 1))
     else:
         matrix = MatrixInStrips(torch.zeros(2048, 1152, dtype=torch.uint8), gguf=(Q4_0, 2048))
-    if isinstance(matrix, MatrixInStrips) and matrix.takes_many and wide == torch.bfloat16:
+    if isinstance(matrix, MatrixInStrips) and has_tiles(wide):
         few_s, many_s = (least_s(_many(matrix, count)) for count in (AT_A_TIME, MANY))
     else:
         step = min(SLICE_BYTES // (2048 * wide.itemsize), 2048)  # as many rows at a time as in blocks
@@ -525,6 +519,11 @@ def most_inputs(dtype: torch.dtype, *, in_strips: bool = False) -> int:
         if most >= num_inputs:
             return most
     return AT_A_TIME
+
+
+def most_rows(dtype: torch.dtype, *, in_strips: bool) -> int:
+    """The same of rows of recorded steps, which multiply strips by tiles themselves (`step.h`)."""
+    return NO_LIMIT if in_strips and has_tiles(dtype) else most_inputs(dtype, in_strips=in_strips)
 
 
 def _many(matrix: MatrixInStrips, num_inputs: int) -> Callable[[], Tensor]:

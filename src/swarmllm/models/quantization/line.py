@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from swarmllm.models.quantization import kernels, whole
+from swarmllm.models.quantization.kernels import TILE_ROWS
 from swarmllm.models.quantization.step import DIMS, DTYPES, Kind, Operation, Recorded, Seen, View, places
 
 QUERIES = 4
@@ -187,7 +188,8 @@ class Line:
         weights = [one.call.weight for one in operations if one.call is not None and one.call.weight is not None]
         widths = [one.matrix.floats_of_input for one in operations if one.matrix is not None]
         self._widest = max(widths + [weight.shape[1] for weight in weights], default=0)
-        self._most_outputs = max((len(weight) for weight in weights), default=0)
+        rows = [one.matrix.rows for one in operations if one.matrix is not None]
+        self._most_outputs = max(rows + [len(weight) for weight in weights], default=0)
         heads = [one.sizes[2] for one in operations if one.kind == Kind.ATTEND]
         self._largest_head = max(heads, default=0)
         products = [one.matrix.rows * one.matrix.columns for one in operations if one.matrix is not None]
@@ -208,7 +210,8 @@ class Line:
             self._arena = torch.empty(num_rows * arena_floats)
             self._calls.clear()
         num_threads = min(torch.get_num_threads(), self._most_threads)
-        self._inputs = _room(self._inputs, num_rows * self._widest)
+        self._inputs = _room(self._inputs, -(-num_rows // TILE_ROWS) * TILE_ROWS * self._widest)
+        self._products = _room(self._products, num_rows * self._most_outputs)
         self._scores = _room(self._scores, num_threads * QUERIES * rows.most_seen)
         self._queries = _room(self._queries, num_threads * QUERIES * self._largest_head)
         stored = (ctypes.c_int64 * len(rows.stored))(*rows.stored)
@@ -221,7 +224,7 @@ class Line:
             position_at=self._position_at, arena=self._arena.data_ptr(), inputs=self._inputs.data_ptr(),
             scores=self._scores.data_ptr(), queries=self._queries.data_ptr(), stored=ctypes.addressof(stored),
             positions=ctypes.addressof(positions), hidden=rows.hidden.data_ptr(), outputs=outputs.data_ptr(),
-            num_threads=num_threads, scores_floats=QUERIES * rows.most_seen,
+            products=self._products.data_ptr(), num_threads=num_threads, scores_floats=QUERIES * rows.most_seen,
         )  # fmt: skip
         if self.has_calls:
             self._run_in_parts(step, rows, outputs)
@@ -249,8 +252,7 @@ class Line:
         """Run in turns what C and what torch computes; `step` says where and for which rows."""
         num_rows, plan = step.num_rows, self._plan(step.num_rows)
         arenas = self._arena[: num_rows * step.arena_floats].view(num_rows, -1)
-        self._products = _room(self._products, num_rows * self._most_outputs)
-        step.wholes, step.products = ctypes.addressof(plan.wholes), self._products.data_ptr()
+        step.wholes = ctypes.addressof(plan.wholes)
         if plan.kept:
             _ask_for_help(step)
         try:

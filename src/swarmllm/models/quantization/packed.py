@@ -356,11 +356,18 @@ class InStrips(Packed):
     def _kernel_takes(self, inputs: Tensor) -> bool:
         return kernels_take(inputs, in_strips=True)
 
+    def can_round_inputs(self, *, faster: bool = False) -> bool:
+        """With tiles, prompts are faster exact, and steps of a few sessions rounded: so nothing is gained for sure."""
+        return super().can_round_inputs() and not (faster and self._has_tiles(self.dtype))
+
     def _multiply_by_rows(self, inputs: Tensor) -> Tensor:
-        matrix = self._matrix() if inputs.is_cpu and inputs.dtype == torch.bfloat16 else None
-        if matrix is not None and matrix.takes_many:
-            return matrix.multiply_many(inputs)
+        if inputs.is_cpu and self._has_tiles(inputs.dtype):
+            return self._matrix().multiply_many(inputs)
         return super()._multiply_by_rows(inputs)
+
+    def _has_tiles(self, dtype: torch.dtype) -> bool:
+        """True if tiles multiply this matrix, or each of these, by many inputs of this dtype."""
+        return kernels.has_tiles(dtype) and self.shape[-2] >= 2 * STRIP
 
     @abstractmethod
     def _matrix(self) -> kernels.MatrixInStrips: ...

@@ -271,10 +271,34 @@ INLINE void run_simple(const instruction *is, float *arena) {
 
 /* ------------------------------------------------------------------ products, keys and values */
 
-/* Put the inputs of a product where the kernels read them: one after the other, perhaps rounded. */
+/* True if a product is that of many rows in bfloat16: strips_tiles.h. */
+INLINE int is_by_tiles(const instruction *is, const step *s) {
+    const weight *w = is->matrix;
+    return w->in_strips == BY_TILES && !w->rounds_inputs && is->rounds && s->num_rows >= LEAST_BY_TILES &&
+           is->sizes[DIMS - 1] >= 2 * SIDE;
+}
+
+/* Where inputs in tiles begin: after the same ones row by row. */
+INLINE void *tiles_at(const instruction *is, const step *s) {
+    return (uint16_t *)s->inputs + (s->num_rows + SIDE - 1) / SIDE * SIDE * is->matrix->columns;
+}
+
+/* One after the other, in bfloat16, to which they are rounded already. */
+INLINE void gather_in_bfloat16(const float *inputs, int64_t columns, const step *s) {
+    for (int64_t row = 0; row < s->num_rows; row++, inputs += s->arena_floats)
+        for (int64_t i = 0; i < columns; i++)
+            ((uint16_t *)s->inputs)[row * columns + i] = (uint16_t)(rounded_bits(inputs[i]) >> 16);
+}
+
+/* Put the inputs of a product where the kernels read them: one after the other, perhaps rounded, or in tiles. */
 INLINE void gather_inputs(const instruction *is, const step *s) {
     const float *inputs = s->arena + is->one.offset;
     int64_t columns = is->matrix->columns;
+    if (is_by_tiles(is, s)) {
+        gather_in_bfloat16(inputs, columns, s);
+        swarmllm_put_in_tiles((const uint16_t *)s->inputs, s->num_rows, columns, tiles_at(is, s));
+        return;
+    }
     for (int64_t row = 0; row < s->num_rows; row++, inputs += s->arena_floats)
         if (is->matrix->in_strips)
             swarmllm_prepare_inputs(is->matrix, inputs, 1, s->inputs + row * columns);
@@ -288,6 +312,15 @@ INLINE void gather_inputs(const instruction *is, const step *s) {
 /* The rows [start, end) of a matrix by all inputs. */
 INLINE void multiply_part(const instruction *is, const step *s, int64_t start, int64_t end) {
     float *outputs = s->arena + is->out.offset;
+    if (is_by_tiles(is, s)) {
+        int64_t size = is->sizes[DIMS - 1];
+        uint16_t *made = s->products;
+        swarmllm_multiply_tiles(is->matrix, start, end, tiles_at(is, s), s->num_rows, made, size);
+        for (int64_t row = 0; row < s->num_rows; row++)
+            for (int64_t i = start; i < end; i++)
+                outputs[row * s->arena_floats + i] = float_of(made[row * size + i]);
+        return;
+    }
     if (is->matrix->in_strips) {
         swarmllm_multiply_strips(is->matrix, start, end, s->inputs, s->num_rows, outputs, s->arena_floats);
     } else if (is->matrix->rounds_inputs) {
@@ -308,12 +341,10 @@ INLINE const whole_product *whole_of(const instruction *is, const step *s) { ret
 INLINE void gather_whole_inputs(const instruction *is, const step *s) {
     const float *inputs = s->arena + is->one.offset;
     const whole *w = whole_of(is, s)->weight;
-    for (int64_t row = 0; row < s->num_rows; row++, inputs += s->arena_floats)
-        if (!takes_floats(w))
-            for (int64_t i = 0; i < w->columns; i++) /* they are rounded already */
-                ((uint16_t *)s->inputs)[row * w->columns + i] = (uint16_t)(rounded_bits(inputs[i]) >> 16);
-        else if (s->num_rows > 1)
-            memcpy(s->inputs + row * w->columns, inputs, w->columns * sizeof(float));
+    if (!takes_floats(w))
+        gather_in_bfloat16(inputs, w->columns, s);
+    for (int64_t row = 0; takes_floats(w) && s->num_rows > 1 && row < s->num_rows; row++, inputs += s->arena_floats)
+        memcpy(s->inputs + row * w->columns, inputs, w->columns * sizeof(float));
 }
 
 /* Rows [start, end) of weights as they are by all inputs. */

@@ -55,7 +55,7 @@ typedef struct {
     const void *hidden;       /* [rows, hidden_size] */
     void *outputs;
     const whole_product *wholes; /* of each instruction, if it is a CALL that C computes for so many rows */
-    void *products;              /* [rows, largest output]: where these leave their results */
+    void *products;              /* [rows, largest output]: where these, and products by tiles, leave their results */
     int64_t num_threads, scores_floats; /* at most; of a thread */
     /* What threads share, only through atomic operations: see help() in step.h. */
     const instruction *shared;

@@ -17,7 +17,6 @@
 DECLARED(_3)
 DECLARED(_vnni_3)
 DECLARED(_vnni_4)
-void swarmllm_multiply_many_vnni_4(const weight *, int64_t, int64_t, const uint16_t *, int64_t, void *, uint16_t *, int64_t);
 
 /* ---------------------------------------------------------------- the order */
 
@@ -154,21 +153,7 @@ void swarmllm_multiply_strips(const weight *w, int64_t start, int64_t end, const
      : w->in_strips == 3 ? swarmllm_multiply_strips_vnni_3
                          : swarmllm_multiply_strips_3)(w, start, end, inputs, num, outputs, stride);
 }
-
-/* Inputs and outputs in bfloat16, of weights that are BY_TILES: strips_tiles.h. */
-void swarmllm_multiply_many(const weight *w, int64_t start, int64_t end, const uint16_t *inputs, int64_t num, void *room,
-                            uint16_t *outputs, int64_t stride) {
-#ifdef HAS_TILES
-    swarmllm_multiply_many_vnni_4(w, start, end, inputs, num, room, outputs, stride);
-#else
-    (void)w, (void)start, (void)end, (void)inputs, (void)num, (void)room, (void)outputs, (void)stride;
-#endif
-}
 #else /* no weight is in strips */
-void swarmllm_multiply_many(const weight *w, int64_t start, int64_t end, const uint16_t *inputs, int64_t num, void *room,
-                            uint16_t *outputs, int64_t stride) {
-    (void)w, (void)start, (void)end, (void)inputs, (void)num, (void)room, (void)outputs, (void)stride;
-}
 void swarmllm_arrange(int64_t kind, int64_t back, const uint8_t *from, int64_t strips, int64_t row_bytes, uint8_t *to) {
     (void)kind, (void)back, (void)from, (void)strips, (void)row_bytes, (void)to;
 }
@@ -181,5 +166,15 @@ void swarmllm_multiply_strips(const weight *w, int64_t start, int64_t end, const
 }
 void swarmllm_open_strips(int64_t wide, const uint8_t *codes, int64_t strips, int64_t columns, void *made) {
     (void)wide, (void)codes, (void)strips, (void)columns, (void)made;
+}
+#endif
+
+#ifndef HAS_TILES /* otherwise in strips_tiles.h */
+void swarmllm_put_in_tiles(const uint16_t *inputs, int64_t num, int64_t columns, void *made) {
+    (void)inputs, (void)num, (void)columns, (void)made;
+}
+void swarmllm_multiply_tiles(const weight *w, int64_t start, int64_t end, const void *inputs, int64_t num, uint16_t *outputs,
+                             int64_t stride) {
+    (void)w, (void)start, (void)end, (void)inputs, (void)num, (void)outputs, (void)stride;
 }
 #endif

@@ -48,16 +48,19 @@ static void decode_strips(const weight *w, const uint8_t *strips, int64_t strip_
             decode_group(w->codes_kind, room + group, strip, &to[group][strip]);
 }
 
-/* [num, columns] -> [groups, tiles], filled up with zeros. */
-static void arrange_in_tiles(const uint16_t *inputs, int64_t num, int64_t columns, int64_t num_tiles, tile *to) {
-    for (int64_t group = 0; group < columns / GROUP; group++)
-        for (int64_t n = 0; n < num_tiles * TILE_ROWS; n++) {
-            uint16_t *at = to[group * num_tiles + n / TILE_ROWS][n % TILE_ROWS];
-            if (n < num)
-                memcpy(at, inputs + n * columns + group * GROUP, sizeof **to);
-            else
-                memset(at, 0, sizeof **to);
-        }
+INLINE int64_t some_of(int64_t num) { return num < INPUTS_OF_TILES ? num : INPUTS_OF_TILES; }
+INLINE int64_t tiles_of(int64_t num) { return (num + TILE_ROWS - 1) / TILE_ROWS; }
+
+/* Inputs `[num, columns]` in bfloat16 as tiles: INPUTS_OF_TILES at a time, `[groups, tiles]`, filled up with zeros. */
+void swarmllm_put_in_tiles(const uint16_t *inputs, int64_t num, int64_t columns, void *made) {
+    tile *to = made;
+    for (int64_t some = some_of(num); num > 0; inputs += some * columns, num -= some, some = some_of(num))
+        for (int64_t group = 0; group < columns / GROUP; group++, to += tiles_of(some))
+            for (int64_t n = 0; n < tiles_of(some) * TILE_ROWS; n++)
+                if (n < some)
+                    memcpy(to[n / TILE_ROWS][n % TILE_ROWS], inputs + n * columns + group * GROUP, sizeof **to);
+                else
+                    memset(to[n / TILE_ROWS][n % TILE_ROWS], 0, sizeof **to);
 }
 
 /* Add the products of two strips by two tiles of inputs, or by one. Tiles 0 to 3 are sums. */
@@ -96,13 +99,12 @@ INLINE void add_tiles(int two, const tile (*weights)[MOST_PARTS], int64_t groups
     }
 }
 
-/* Of at most INPUTS_OF_TILES inputs; `room` is for their tiles. */
-static void multiply_some(const weight *w, int64_t start, int64_t end, const uint16_t *inputs, int64_t num, tile *room,
-                          uint16_t *outputs, int64_t stride) {
-    int64_t strip_bytes = SIDE * row_bytes(w), num_tiles = (num + TILE_ROWS - 1) / TILE_ROWS, columns;
+/* Of at most INPUTS_OF_TILES inputs. */
+static void multiply_some(const weight *w, int64_t start, int64_t end, const tile *inputs, int64_t num, uint16_t *outputs,
+                          int64_t stride) {
+    int64_t strip_bytes = SIDE * row_bytes(w), num_tiles = tiles_of(num), columns;
     tile ALIGNED weights[GROUPS_DECODED][MOST_PARTS];
     float ALIGNED sums[INPUTS_OF_TILES][OPENED_ROWS];
-    arrange_in_tiles(inputs, num, w->columns, num_tiles, room);
     for (int64_t row = start; row < end; row += OPENED_ROWS) {
         int64_t first = row + OPENED_ROWS <= end ? row : end - OPENED_ROWS; /* a strip twice, with the same result */
         const uint8_t *strips = w->codes + first / SIDE * strip_bytes;
@@ -112,7 +114,7 @@ static void multiply_some(const weight *w, int64_t start, int64_t end, const uin
             decode_strips(w, strips + strip_bytes * column / w->columns, strip_bytes, bytes, groups, weights);
             WRITTEN();
             for (int64_t at = 0; at < num_tiles; at += 2) {
-                const tile *some = room + column / GROUP * num_tiles + at;
+                const tile *some = inputs + column / GROUP * num_tiles + at;
                 if (at + 1 < num_tiles)
                     add_tiles(1, weights, groups, some, num_tiles, column == 0, sums + at * TILE_ROWS);
                 else
@@ -132,11 +134,10 @@ static void multiply_some(const weight *w, int64_t start, int64_t end, const uin
     }
 }
 
-/* outputs[n, row] = inputs[n, :] . weight[row, :], all in bfloat16, for the rows [start, end), at least OPENED_ROWS and
- * multiples of SIDE. `room`: for the tiles of inputs, 64 bytes of each input and group, of at most
- * INPUTS_OF_TILES inputs, whose number is rounded up to whole tiles. */
-void OF_VERSION(multiply_many)(const weight *w, int64_t start, int64_t end, const uint16_t *inputs, int64_t num, void *room,
-                               uint16_t *outputs, int64_t stride) {
+/* outputs[n, row] = inputs[n, :] . weight[row, :], of inputs that have been put in tiles, for the rows [start, end), multiples
+ * of SIDE, of at least OPENED_ROWS. */
+void swarmllm_multiply_tiles(const weight *w, int64_t start, int64_t end, const void *inputs, int64_t num,
+                                uint16_t *outputs, int64_t stride) {
     tile_shapes shapes = {.palette = 1};
     for (int one = 0; one < 8; one++) {
         shapes.rows[one] = TILE_ROWS;
@@ -144,7 +145,7 @@ void OF_VERSION(multiply_many)(const weight *w, int64_t start, int64_t end, cons
     }
     shape_tiles(&shapes);
     for (int64_t n = 0; n < num; n += INPUTS_OF_TILES)
-        multiply_some(w, start, end, inputs + n * w->columns, num - n < INPUTS_OF_TILES ? num - n : INPUTS_OF_TILES, room,
+        multiply_some(w, start, end, (const tile *)inputs + tiles_of(n) * w->columns / GROUP, some_of(num - n),
                       outputs + n * stride, stride);
     _tile_release();
 }

@@ -105,7 +105,7 @@ class TracedSteps:
             own = (one.most_inputs() for one in weights if isinstance(one, Whole))
             return min([whole.most_inputs(blocks.slots.modules()), *own])
         forms = {isinstance(one, InStrips) for one in weights if not one.rounds_inputs}
-        faster = min([MOST_ROWS, *(kernels.most_inputs(blocks.dtype, in_strips=one) for one in forms)])
+        faster = min([MOST_ROWS, *(kernels.most_rows(blocks.dtype, in_strips=one) for one in forms)])
         return max(kernels.AT_A_TIME, faster)
 
     def line(self, span: Span, dtype: torch.dtype) -> Line:
