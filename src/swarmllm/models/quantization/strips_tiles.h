@@ -14,25 +14,32 @@
 
 typedef uint16_t tile[TILE_ROWS][GROUP]; /* of inputs, or pairs of columns of 16 rows: 16 pairs */
 
-INLINE part decoded(whole codes, int shift, int zero, part scale, part least) {
-    whole code = WIDE(and_si512)(WIDE(srli_epi32)(codes, shift), WIDE(set1_epi32)(255));
-    return plus_parts(floats_of(WIDE(sub_epi32)(code, WIDE(set1_epi32)(zero))), scale, least);
+/* Number `byte` of each four signed bytes, as the highest byte of a whole number: times 2^24. */
+INLINE part highest(whole codes, int byte) {
+    const int none = -128; /* makes 0 */
+    __m128i four = _mm_setr_epi8(none, none, none, byte, none, none, none, 4 + byte, none, none, none, 8 + byte, none, none,
+                                 none, 12 + byte);
+    return floats_of(_mm512_shuffle_epi8(codes, _mm512_broadcast_i32x4(four)));
 }
 
 /* A group of a strip: pairs of columns of each row. */
 INLINE void decode_group(int kind, const opened *from, int strip, tile *to) {
     const __m512i mixed = _mm512_setr_epi32(0x100000, 0x110001, 0x120002, 0x130003, 0x140004, 0x150005, 0x160006, 0x170007,
                                             0x180008, 0x190009, 0x1a000a, 0x1b000b, 0x1c000c, 0x1d000d, 0x1e000e, 0x1f000f);
-    int zero = zero_of(kind);
-    part none = all_of(0.0f), least = form_of(kind) == LEAST ? load_part(from->least[strip]) : none;
-    for (int word = 0; word < WORDS; word++) {
-        part scale = load_part(from->scale[form_of(kind) == HALVES && word >= WORDS / 2][strip]);
-        whole codes = words_at(from->codes[word][strip]);
-        for (int pair = 0; pair < 2; pair++) {
-            part first = decoded(codes, 16 * pair, zero, scale, least);
-            part second = decoded(codes, 16 * pair + 8, zero, scale, least);
-            __m512i both = (__m512i)_mm512_cvtne2ps_pbh(second, first);
-            _mm512_store_si512((*to)[2 * word + pair], _mm512_permutexvar_epi16(mixed, both));
+    int halves = form_of(kind) == HALVES ? 2 : 1;
+    whole zero = WIDE(set1_epi8)((char)zero_of(kind));
+    part least = form_of(kind) == LEAST ? load_part(from->least[strip]) : all_of(0.0f);
+    for (int half = 0; half < halves; half++) {
+        part scale = load_part(from->scale[half][strip]) * all_of(0x1p-24f);
+        EACH(k, WORDS / halves) {
+            int word = WORDS / halves * half + k;
+            whole codes = WIDE(sub_epi8)(words_at(from->codes[word][strip]), zero);
+            EACH(pair, 2) {
+                part first = plus_parts(highest(codes, 2 * pair), scale, least);
+                part second = plus_parts(highest(codes, 2 * pair + 1), scale, least);
+                __m512i both = (__m512i)_mm512_cvtne2ps_pbh(second, first);
+                _mm512_store_si512((*to)[2 * word + pair], _mm512_permutexvar_epi16(mixed, both));
+            }
         }
     }
 }
