@@ -49,8 +49,8 @@ ENOUGH_OUTPUTS = 1 << 18
 """Outputs of random inputs that are compared. Measured in bfloat16: another order changes one in 5000."""
 MOST_INPUTS_OF_LARGEST = 4
 """Of weights that are tried themselves, because each trial reads all of them. They are heads of large vocabularies."""
-WIDEST_IN_TILES = 1 << 15
-"""Columns. `MOST_INPUTS` inputs take 2 MB of a thread's stack then, of usually 8."""
+MOST_IN_TILES = 1 << 19
+"""Numbers of all inputs, which take 1 MB of a thread's stack, of usually 8."""
 MEASURED = (1, 2, 3, 8, MOST_OF_OTHERS, MOST_INPUTS)
 """Numbers of inputs; others are as fast as the next one."""
 FEW_INPUTS, NOT_MUCH_LONGER = 3, 1.2
@@ -348,7 +348,7 @@ def _candidates(product: _Product) -> list[_How]:
     if rows < LEAST_ROWS or columns < LEAST_COLUMNS or product.dtype not in _DTYPES:
         return []
     known = set(Order) if product.num_inputs <= MOST_OF_OTHERS else {Order.IN_TILES}
-    if columns > WIDEST_IN_TILES:
+    if product.num_inputs * columns > MOST_IN_TILES:
         known.discard(Order.IN_TILES)
     orders = {
         order
