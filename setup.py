@@ -14,6 +14,7 @@ if sys.version_info < (3, 11):  # noqa: UP036
 
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
 HERE = "src/swarmllm/models/quantization"
 
@@ -21,6 +22,13 @@ HERE = "src/swarmllm/models/quantization"
 class BuildKernels(build_ext):
     def get_ext_filename(self, fullname: str) -> str:
         return f"{fullname.replace('.', '/')}.so"
+
+    def build_extension(self, ext: Extension) -> None:
+        try:
+            super().build_extension(ext)
+        except CompileError:  # an assembler before binutils 2.35
+            ext.extra_compile_args.append("-DNO_TILES")
+            super().build_extension(ext)
 
     def get_export_symbols(self, ext: Extension) -> list[str]:
         return ext.export_symbols  # no module's function to begin with

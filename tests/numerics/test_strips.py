@@ -231,7 +231,8 @@ def test_many_inputs_by_tiles(kind: int | None, threads: int, monkeypatch: pytes
             got = strips._multiply_by_rows(inputs)
             if scale is None:
                 expected = [
-                    _multiply(some.clone(), _Whole.of(decoded, _How(Order.IN_TILES)), None) for some in inputs.split(32)
+                    _multiply(some.clone(), _Whole.of(decoded, _How(Order.IN_TILES, columns)), None)
+                    for some in inputs.split(32)
                 ]
                 assert torch.equal(got, torch.cat(expected)), (rows, columns, num_inputs)
             else:  # rounded once

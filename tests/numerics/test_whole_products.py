@@ -64,7 +64,8 @@ def test_the_bits_are_torchs(
 @needs_kernels
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("exponents", [(-60, -60), (-100, -24), (-24, -100), (-126, 0)])
-def test_tiny_numbers(exponents: tuple[int, int], sign: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("bias", [False, True])
+def test_tiny_numbers(bias: bool, exponents: tuple[int, int], sign: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The instruction for bfloat16 takes those below the smallest normal number for 0, sums too. `sign`: which of
     several right orders is taken."""
     monkeypatch.setattr(whole, "SMALLEST", 1)
@@ -72,10 +73,11 @@ def test_tiny_numbers(exponents: tuple[int, int], sign: int, monkeypatch: pytest
     monkeypatch.setattr(whole, "_found", {})
     monkeypatch.setattr(whole, "_known", {})
     monkeypatch.setattr(whole, "_seconds_in_cache", lambda how, *_: sign * how.order)
-    module, normal = hastened(96, 3072, torch.bfloat16, bias=True), torch.finfo(torch.float32).tiny
+    module, normal = hastened(96, 3072, torch.bfloat16, bias=bias), torch.finfo(torch.float32).tiny
     of_weight, of_inputs = exponents
     module.weight.data *= 2.0**of_weight
-    module.bias.data.copy_(torch.linspace(-normal, normal, 96))
+    if bias:
+        module.bias.data.copy_(torch.linspace(-normal, normal, 96))
     with torch.inference_mode():
         for num_inputs in range(1, MOST_INPUTS + 1):
             inputs = (torch.randn(num_inputs, 3072) * 2.0**of_inputs).bfloat16()
@@ -83,6 +85,8 @@ def test_tiny_numbers(exponents: tuple[int, int], sign: int, monkeypatch: pytest
             few = torch.zeros(num_inputs, 3072).bfloat16()
             few[:, [0, 1024, 2048]] = torch.tensor([1.5, -1, 1]).bfloat16() * normal * 2.0**-of_weight
             assert torch.equal(module(few), F.linear(few, module.weight, module.bias)), "sums of blocks"
+            signs = module(inputs).view(torch.int16), F.linear(inputs, module.weight, module.bias).view(torch.int16)
+            assert torch.equal(*signs), "0 and -0"
             assert torch.full((4,), normal / 2).sum() == 2 * normal, "afterwards they are as they were"
     if kernels.library().swarmllm_has_order(kernels.level(), True, Order.IN_PAIRS) and taken(module):
         orders = {how.order for product, how in whole._found.items() if how and product.num_inputs > 1}
@@ -363,6 +367,12 @@ def eights(products: Numbers) -> Numbers:
     return halved(by_lane)
 
 
+def in_tiles(products: Numbers, block: int) -> Numbers:
+    columns = products.shape[1]
+    parts = [twos(products[:, begin : min(begin + block, columns)], 32) for begin in range(0, columns, block)]
+    return functools.reduce(lambda one, other: rounded(one + other), parts)
+
+
 CASES: list[tuple[_How, torch.dtype, Callable[[Numbers], Numbers]]] = [
     *(
         (_How(Order.CHAINED, block), torch.float32, functools.partial(chained, block=block))
@@ -373,7 +383,10 @@ CASES: list[tuple[_How, torch.dtype, Callable[[Numbers], Numbers]]] = [
         for order in (Order.CHAINED, Order.IN_PAIRS)
         for block in (512, 1024)
     ),
-    (_How(Order.IN_TILES), torch.bfloat16, functools.partial(twos, block=32)),
+    *(
+        (_How(Order.IN_TILES, block), torch.bfloat16, lambda products, block=block: in_tiles(products, block))
+        for block in (96, 1024, 1 << 30)
+    ),
     (_How(Order.FOURS), torch.float32, lambda products: fours(rounded(products), 0)),
     (_How(Order.FOURS_LATE), torch.float32, lambda products: fours(rounded(products), 4)),
     (_How(Order.EIGHTS), torch.bfloat16, eights),

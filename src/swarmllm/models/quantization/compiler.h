@@ -32,7 +32,8 @@ INLINE void ask(const char *next, int64_t bytes) {
         PREFETCH_SECOND(next + at);
 }
 
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 11
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 11 && \
+    !defined(NO_TILES) /* of setup.py, for assemblers that are older */
 #define HAS_TILES /* the compiler knows them, and Linux can be asked for them */
 #endif
 /* True if this processor has AMX, with products of bfloat16, and the system lets this process use it. */

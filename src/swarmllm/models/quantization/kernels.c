@@ -28,7 +28,7 @@ int swarmllm_may_use_tiles(void) {
     unsigned a, b, c, d;
     const unsigned all = 1u << 22 | 1u << 24; /* AMX-BF16, AMX-TILE: edx of cpuid's leaf 7 */
     return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & all) == all &&
-           syscall(SYS_arch_prctl, ASK_FOR_STATE, STATE_OF_TILES) == 0;
+           __builtin_cpu_supports("avx512bf16") && syscall(SYS_arch_prctl, ASK_FOR_STATE, STATE_OF_TILES) == 0;
 }
 #else
 int swarmllm_may_use_tiles(void) { return 0; }

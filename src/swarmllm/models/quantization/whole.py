@@ -69,6 +69,8 @@ MOST_KNOWN = 100_000
 BLOCKS = (192, 256, 384, 512, 1024, 1 << 30)
 """Columns whose sum is added to those of others. MKL has blocks of 192, 256 or 384, oneDNN of 512 for one input and of
 1024."""
+BLOCKS_IN_TILES = range(1024, 4096, 32)
+"""The same of a single input in tiles, if its columns don't fit into the cache: seen were 1536 to 2400, by shape."""
 _DTYPES = (torch.float32, torch.bfloat16)
 _PLAIN = (Tensor, nn.Parameter)
 DIFFERENT_ROWS = 64
@@ -97,7 +99,7 @@ IN_BLOCKS = (Order.CHAINED, Order.TWOS, Order.IN_PAIRS)
 class _How(NamedTuple):
     order: Order
     block: int = 0
-    """Columns whose sum is added to those of others; for those `IN_BLOCKS`."""
+    """Columns whose sum is added to those of others; for those `IN_BLOCKS`, and IN_TILES."""
 
 
 class _Whole(ctypes.Structure):
@@ -356,8 +358,12 @@ def _candidates(product: _Product) -> list[_How]:
         if columns % multiple_of(order, product.dtype) == 0
         and library().swarmllm_has_order(kernels.level(), is_bfloat16, order)
     }
-    blocks = {min(block, -(-columns // 2) * 2) for block in BLOCKS}  # those that are longer than a row are the same
-    return [_How(order, block) for order in sorted(orders) for block in (sorted(blocks) if order in IN_BLOCKS else [0])]
+    blocks = {order: [0] for order in orders}
+    in_blocks = sorted({min(block, -(-columns // 2) * 2) for block in BLOCKS})  # longer ones are the whole row
+    blocks.update(dict.fromkeys(orders.intersection(IN_BLOCKS), in_blocks))
+    is_tried_by_copy = rows * columns * product.dtype.itemsize <= LARGEST_TRIED  # otherwise all would pass for long
+    blocks[Order.IN_TILES] = [columns, *(BLOCKS_IN_TILES if product.num_inputs == 1 and is_tried_by_copy else ())]
+    return [_How(order, block) for order in sorted(orders) for block in blocks[order]]
 
 
 def multiple_of(order: Order, dtype: torch.dtype) -> int:

@@ -1,6 +1,7 @@
 /* The order IN_TILES of whole.h, which includes this file: oneDNN's in bfloat16 on processors with AMX, by the same
- * instruction. It sums up 32 columns, even and odd ones apart, and adds both sums to those of the columns before. 16 rows by
- * 16 inputs take it as long as by one, so the time is that in which weights are read. */
+ * instruction. It sums up 32 columns, even and odd ones apart, and adds both sums to those of the columns before in a block;
+ * most rows are a single block. 16 rows by 16 inputs take it as long as by one, so the time is that in which weights are
+ * read. */
 #if LEVEL == 4 && defined(HAS_TILES)
 #include "tiles.h"
 
@@ -32,12 +33,33 @@ static void put_side_by_side(const float *inputs, int64_t words, int64_t num, fl
     }
 }
 
+typedef float tile_sums[2 * TILE_ROWS][2 * TILE_ROWS];
+
+/* Add the sums of some columns to those of the columns before, and begin with 0 again. */
+INLINE void settle_tiles(int rows, int tiles, int is_first, tile_sums total) {
+    tile_sums ALIGNED sums;
+    _tile_stored(0, sums, sizeof *sums);
+    _tile_zero(0);
+    _tile_stored(2, sums[TILE_ROWS], sizeof *sums);
+    _tile_zero(2);
+    if (tiles == 2) {
+        _tile_stored(1, sums[0] + TILE_ROWS, sizeof *sums);
+        _tile_zero(1);
+        _tile_stored(3, sums[TILE_ROWS] + TILE_ROWS, sizeof *sums);
+        _tile_zero(3);
+    }
+    for (int row = 0; row < rows * TILE_ROWS; row++)
+        for (int at = 0; at < tiles * TILE_ROWS; at += LANES) /* 0 + -0 would be another 0 */
+            STORE(total[row] + at, is_first ? LOAD(sums[row] + at) : ADD(LOAD(total[row] + at), LOAD(sums[row] + at)));
+}
+
 /* Of `rows` tiles of rows from `first` on; as `tiles` of inputs, it is a constant where this is called. */
 INLINE void tiles_of(const whole *w, const float *bias, int64_t first, int rows, const float *inputs, int64_t num,
                      int tiles, char *outputs) {
-    int64_t bytes = 2 * w->columns;
+    int64_t bytes = 2 * w->columns, left = 2 * w->block;
     const char *from = w->weights + first * bytes, *next = from + rows * TILE_ROWS * bytes;
-    float ALIGNED sums[2 * TILE_ROWS][2 * TILE_ROWS];
+    tile_sums ALIGNED total;
+    int is_first = 1;
     _tile_zero(0);
     _tile_zero(2);
     if (tiles == 2) {
@@ -59,21 +81,22 @@ INLINE void tiles_of(const whole *w, const float *bias, int64_t first, int rows,
                 _tile_dpbf16ps(3, 5, 7);
         }
         ask(next + at * rows * TILE_ROWS, rows * TILE_ROWS * 2 * TILE_COLUMNS);
-    }
-    _tile_stored(0, sums, sizeof *sums);
-    _tile_stored(2, sums[TILE_ROWS], sizeof *sums);
-    if (tiles == 2) {
-        _tile_stored(1, sums[0] + TILE_ROWS, sizeof *sums);
-        _tile_stored(3, sums[TILE_ROWS] + TILE_ROWS, sizeof *sums);
+        left -= 2 * TILE_COLUMNS;
+        if (left == 0 || at + 2 * TILE_COLUMNS == bytes) {
+            settle_tiles(rows, tiles, is_first, total);
+            left = 2 * w->block;
+            is_first = 0;
+        }
     }
     for (int which = 0; which < rows; which++)
         for (int64_t input = 0; input < num; input += LANES) {
             vec part[LANES], added = bias ? LOAD(bias + first + which * TILE_ROWS) : ZERO();
             for (int row = 0; row < LANES; row++)
-                part[row] = LOAD(sums[which * TILE_ROWS + row] + input);
+                part[row] = LOAD(total[which * TILE_ROWS + row] + input);
             transpose(part);
             for (int one = 0; one < LANES && input + one < num; one++)
-                TO_BFLOAT16(outputs + ((input + one) * w->rows + first + which * TILE_ROWS) * 2, ADD(part[one], added));
+                TO_BFLOAT16(outputs + ((input + one) * w->rows + first + which * TILE_ROWS) * 2,
+                            bias ? ADD(part[one], added) : part[one]);
         }
 }
 
