@@ -501,7 +501,7 @@ def most_inputs(dtype: torch.dtype, *, in_strips: bool = False) -> int:
         matrix = (MatrixInStrips if in_strips else Matrix)(codes, torch.ones(2048, 1))
     else:
         matrix = MatrixInStrips(torch.zeros(2048, 1152, dtype=torch.uint8), gguf=(Q4_0, 2048))
-    if isinstance(matrix, MatrixInStrips) and has_tiles(wide):
+    if isinstance(matrix, MatrixInStrips) and has_tiles(dtype):
         few_s, many_s = (least_s(_many(matrix, count)) for count in (AT_A_TIME, MANY))
     else:
         step = min(SLICE_BYTES // (2048 * wide.itemsize), 2048)  # as many rows at a time as in blocks

@@ -71,7 +71,7 @@ class _Step(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("stored", "positions", "hidden", "outputs", "wholes", "products")),
         *((name, ctypes.c_int64) for name in ("num_threads", "scores_floats")),
         ("shared", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("parts", "done", "ended")),
+        *((name, ctypes.c_int64) for name in ("parts", "done", "ended", "in_tiles")),
     )
 
 

@@ -271,8 +271,8 @@ INLINE void run_simple(const instruction *is, float *arena) {
 
 /* ------------------------------------------------------------------ products, keys and values */
 
-/* True if a product is that of many rows in bfloat16: strips_tiles.h. */
-INLINE int is_by_tiles(const instruction *is, const step *s) {
+/* True if a product is that of many rows, to bfloat16, which tiles can multiply if inputs are in it, too: strips_tiles.h. */
+INLINE int may_be_by_tiles(const instruction *is, const step *s) {
     const weight *w = is->matrix;
     return w->in_strips == BY_TILES && !w->rounds_inputs && is->rounds && s->num_rows >= LEAST_BY_TILES &&
            is->sizes[DIMS - 1] >= 2 * SIDE;
@@ -283,19 +283,25 @@ INLINE void *tiles_at(const instruction *is, const step *s) {
     return (uint16_t *)s->inputs + (s->num_rows + SIDE - 1) / SIDE * SIDE * is->matrix->columns;
 }
 
-/* One after the other, in bfloat16, to which they are rounded already. */
-INLINE void gather_in_bfloat16(const float *inputs, int64_t columns, const step *s) {
+/* One after the other, in bfloat16. True if they were rounded to it already. */
+INLINE int gather_in_bfloat16(const float *inputs, int64_t columns, const step *s) {
+    uint32_t below = 0;
     for (int64_t row = 0; row < s->num_rows; row++, inputs += s->arena_floats)
-        for (int64_t i = 0; i < columns; i++)
-            ((uint16_t *)s->inputs)[row * columns + i] = (uint16_t)(rounded_bits(inputs[i]) >> 16);
+        for (int64_t i = 0; i < columns; i++) {
+            uint32_t bits;
+            memcpy(&bits, inputs + i, sizeof bits);
+            below |= bits & 0xffff;
+            ((uint16_t *)s->inputs)[row * columns + i] = (uint16_t)(bits >> 16);
+        }
+    return below == 0;
 }
 
 /* Put the inputs of a product where the kernels read them: one after the other, perhaps rounded, or in tiles. */
-INLINE void gather_inputs(const instruction *is, const step *s) {
+INLINE void gather_inputs(const instruction *is, step *s) {
     const float *inputs = s->arena + is->one.offset;
     int64_t columns = is->matrix->columns;
-    if (is_by_tiles(is, s)) {
-        gather_in_bfloat16(inputs, columns, s);
+    s->in_tiles = may_be_by_tiles(is, s) && gather_in_bfloat16(inputs, columns, s);
+    if (s->in_tiles) {
         swarmllm_put_in_tiles((const uint16_t *)s->inputs, s->num_rows, columns, tiles_at(is, s));
         return;
     }
@@ -312,7 +318,7 @@ INLINE void gather_inputs(const instruction *is, const step *s) {
 /* The rows [start, end) of a matrix by all inputs. */
 INLINE void multiply_part(const instruction *is, const step *s, int64_t start, int64_t end) {
     float *outputs = s->arena + is->out.offset;
-    if (is_by_tiles(is, s)) {
+    if (s->in_tiles) {
         int64_t size = is->sizes[DIMS - 1];
         uint16_t *made = s->products;
         swarmllm_multiply_tiles(is->matrix, start, end, tiles_at(is, s), s->num_rows, made, size);

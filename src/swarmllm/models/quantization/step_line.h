@@ -61,4 +61,5 @@ typedef struct {
     const instruction *shared;
     uint64_t parts, done;
     int64_t ended;
+    int64_t in_tiles; /* whether the inputs of the product are */
 } step;
