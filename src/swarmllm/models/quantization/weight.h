@@ -66,7 +66,7 @@ void swarmllm_multiply_rounded(int64_t version, const weight *w, int64_t start, 
 /* Weights in strips, of strips.c and strips.h. */
 #define SIDE 16    /* rows of a strip */
 #define BY_TILES 5 /* the version of strips that multiplies many inputs by tiles */
-#define LEAST_BY_TILES 17 /* inputs; measured (5632 x 2048): 16 take as long in both ways, 1.9 to 2.4 ms */
+#define LEAST_BY_TILES 17 /* inputs; up to 16 tokens of a session have the bits of single ones */
 void swarmllm_arrange(int64_t kind, int64_t back, const uint8_t *from, int64_t strips, int64_t row_bytes, uint8_t *to);
 void swarmllm_prepare_inputs(const weight *w, const float *inputs, int64_t num, void *made);
 void swarmllm_multiply_strips(const weight *w, int64_t start, int64_t end, const void *inputs, int64_t num, float *outputs,
