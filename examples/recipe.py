@@ -24,7 +24,7 @@ from runs import StepTimes, check_resumes, default_model, save_loss_curve, setti
 from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
 from swarmllm import AutoDistributedModelForCausalLM
-from swarmllm.invite import is_invite
+from swarmllm.invite import names_invite
 from swarmllm.training import RunSettings, TogetherCallback
 
 PERSONAS = {
@@ -97,7 +97,7 @@ def train(
 def home_of_run(args: argparse.Namespace, tokenizer: Any) -> TogetherCallback:
     """This home in the run of `--together`. The first home names the common texts."""
     place = args.output_dir / "together"
-    texts = () if is_invite(args.together) else common_texts(tokenizer)
+    texts = () if names_invite(args.together) else common_texts(tokenizer)
     few_rounds = {"outer_lr": 0.8, "outer_momentum": 0.5}  # the defaults are for dozens of rounds
     chosen = RunSettings(wait_for=args.homes, name=args.persona, common_texts=texts, **few_rounds)
     logging.basicConfig(format="%(message)s", stream=sys.stdout)

@@ -20,6 +20,7 @@ from typing import Any, get_args, get_type_hints
 from swarmllm.errors import ConfigurationError
 from swarmllm.files import existing_path, has_home, user_cache_dir, user_path
 from swarmllm.invite import (
+    FILE_SUFFIX,
     PEER_ID_CHARS,
     PEER_ID_PREFIX,
     Invite,
@@ -177,8 +178,10 @@ def require_address(initial_peer: str) -> None:
     """Raise ConfigurationError unless this can be a multiaddress with a peer id."""
     addr, found, peer_id = initial_peer.partition("/p2p/")
     if not found or not addr.startswith("/"):
+        file = existing_path(initial_peer)
+        end = "" if file is None else f", or an invite in a file whose name ends in {FILE_SUFFIX}"
         raise ConfigurationError(
-            f"the initial peer {initial_peer!r} must look like /ip4/1.2.3.4/tcp/31337/p2p/12D3Koo..."
+            f"the initial peer {initial_peer!r} must look like /ip4/1.2.3.4/tcp/31337/p2p/12D3Koo...{end}"
         )
     if (problem := peer_id_problem(peer_id)) is not None:
         raise ConfigurationError(

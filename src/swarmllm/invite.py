@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from swarmllm.errors import ConfigurationError
-from swarmllm.files import read_text
+from swarmllm.files import read_text, user_path
 
 PREFIX = "swarm:"
 FILE_SUFFIX = ".swarm"
@@ -94,6 +94,25 @@ class Invite:
 def is_invite(entry: str) -> bool:
     """True if this entry of `initial_peers` is an invite, or the name of a file that contains one."""
     return entry.startswith(PREFIX) or entry.endswith(FILE_SUFFIX)
+
+
+def names_invite(word: str) -> bool:
+    """The same where nothing but an invite or a plain name can stand: any file is taken for one that holds an invite.
+
+    Raises:
+        ConfigurationError: it is a path, and there is no such file.
+    """
+    if is_invite(word):
+        return True
+    try:
+        is_file = user_path(word).is_file()
+    except ConfigurationError:  # too long for a path
+        return False
+    if is_file:
+        return True
+    if "/" in word:
+        raise ConfigurationError(f"there is no file {word}: give an invite, a file that holds one, or a name without /")
+    return False
 
 
 def read_invite(entry: str) -> Invite:

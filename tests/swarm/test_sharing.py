@@ -1,5 +1,6 @@
 """A trained model is saved and loaded elsewhere: its own parameters by swarmllm, adapters by peft."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from swarm_models import connected, load_local, prompt, save_llama
 from transformers import AutoModelForCausalLM
 
 from swarmllm import AutoDistributedModelForSequenceClassification, LocalSwarm
-from swarmllm.client.saving import OWN_TENSORS
+from swarmllm.client.saving import HEAD_SETTINGS, OWN_TENSORS
 from swarmllm.errors import BlockWeightsNotFoundError, CorruptWeightsError, WeightsMismatchError
 
 
@@ -48,6 +49,59 @@ def test_a_trained_head_is_saved_alone_and_loaded_again(llama: Path, swarm: Loca
         with pytest.raises(CorruptWeightsError, match="safetensors"):
             model.load_trained(saved)
         assert torch.equal(model.score.weight, before)
+
+
+def test_the_labels_of_a_head_are_loaded_with_it(
+    llama: Path, swarm: LocalSwarm, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a pipeline shows is decided by the config: without it, other labels, and a softmax for a sigmoid."""
+    labels = {0: "calm", 1: "angry", 2: "sad"}
+    ids, saved = prompt(2), tmp_path / "saved"
+    with classifier(llama, swarm, id2label=labels, label2id={one: idx for idx, one in labels.items()}) as model:
+        model(ids, labels=torch.rand(2, 3)).loss.backward()
+        assert model.config.problem_type == "multi_label_classification"
+        model.config.pad_token_id = 7
+        model.save_pretrained(saved)
+        expected = dict(model.config.to_dict())
+    options = {"num_labels": 3}, {"num_labels": 3, "id2label": {0: "a", 1: "b", 2: "c"}}
+    for given, told in zip(options, (False, True), strict=True):
+        caplog.clear()
+        with classifier(llama, swarm, **given) as model:
+            model.load_trained(saved)
+            assert all(model.config.to_dict()[name] == expected[name] for name in HEAD_SETTINGS)
+            assert model(ids, labels=torch.rand(2, 3)).loss is not None
+        assert ("config.id2label is {0: 'calm'" in caplog.text) == told
+    (saved / "config.json").write_text(json.dumps({"pad_token_id": 3}))
+    with classifier(llama, swarm, **options[1]) as model:
+        model.load_trained(saved)  # the saved config names no labels
+        assert (model.config.id2label, model.config.pad_token_id) == (options[1]["id2label"], 3)
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    ["{", "[]", '{"id2label": 5}', '{"id2label": {"a": "b"}}', '{"id2label": {"0": "one"}}', '{"pad_token_id": "x"}'],
+)
+def test_a_damaged_config_changes_nothing(damaged: str, llama: Path, swarm: LocalSwarm, tmp_path: Path) -> None:
+    with classifier(llama, swarm, num_labels=3) as model:
+        model.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(damaged)
+    with classifier(llama, swarm, num_labels=3) as model:
+        before, config = model.score.weight.clone(), model.config.to_dict()
+        with pytest.raises(CorruptWeightsError, match=r"config\.json"):
+            model.load_trained(tmp_path)
+        assert torch.equal(model.score.weight, before)
+        assert model.config.to_dict() == config
+
+
+def test_values_that_are_no_numbers_are_not_loaded(llama: Path, swarm: LocalSwarm, tmp_path: Path) -> None:
+    with classifier(llama, swarm, num_labels=3) as model:
+        with torch.no_grad():
+            model.score.weight[1, 2] = torch.nan
+        model.save_pretrained(tmp_path)
+    with classifier(llama, swarm, num_labels=3) as model:
+        with pytest.raises(CorruptWeightsError, match=r"score\.weight in .* holds NaN, so its training has diverged"):
+            model.load_trained(tmp_path)
+        assert model.score.weight.isfinite().all()
 
 
 def test_parts_of_another_base_are_refused(model: Any, llama: Path, swarm: LocalSwarm, tmp_path: Path) -> None:

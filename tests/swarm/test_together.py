@@ -102,7 +102,9 @@ def small_home(directory: Path, run: str, seed: int, steps: int, **settings: Any
     return together, model
 
 
-def test_two_homes_end_with_the_same_values_and_a_signed_log(tmp_path: Path) -> None:
+def test_two_homes_end_with_the_same_values_and_a_signed_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     found: dict[int, tuple[Together, torch.nn.Linear]] = {}
     first, second = tmp_path / "first", tmp_path / "second"
 
@@ -126,7 +128,10 @@ def test_two_homes_end_with_the_same_values_and_a_signed_log(tmp_path: Path) -> 
     check_losses_on_common_texts(found[0][0], logs)
 
     assert Identity.load(first / "identity.key").peer_id in (second / HOMES_FILE).read_text()
-    again, model = small_home(second, invite_of(first), 1, 3)  # the others have left: it goes on alone
+    monkeypatch.setattr(members, "ALONE_AFTER_S", 1.0)
+    invite = Path(invite_of(first)).rename(tmp_path / "invite of ours.txt")
+    again, model = small_home(second, str(invite), 1, 3, wait_for=2)  # the others have left: it goes on alone
+    assert "1 of 2 homes are here after 1 s; going on" in caplog.text
     assert again.round == 6
     assert len(run_summary(second / LOG_FILE).shared_losses) == 7  # it has kept the common texts
     assert not torch.equal(model.weight, found[0][1].weight)

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from swarm_models import OPTIONS, load_local, prompt
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 
 from swarmllm import AutoDistributedModelForCausalLM, AutoDistributedModelForSequenceClassification, LocalSwarm
 from swarmllm.client.distributed_model import DistributedModel
-from swarmllm.errors import ConfigurationError, WeightsMismatchError
+from swarmllm.errors import BlockWeightsNotFoundError, ConfigurationError, WeightsMismatchError
 from swarmllm.models.architecture import find_blocks
 
 pytestmark = pytest.mark.rotates(6, whole_file=True)
@@ -130,11 +131,46 @@ def test_trained_prompts_are_saved_and_loaded(llama: Path, swarm: LocalSwarm, tm
         assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False, num_beams=3), beams)
         assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False, use_cache=False), text)
     with swarm_model(llama, swarm, "deep_ptune", pre_seq_len=4) as model:
-        with pytest.raises(WeightsMismatchError, match=r"tuned_prompts\.deep doesn't fit"):
+        as_saved = r'tuned_prompts\.deep in .* doesn\'t fit: open .* tuning_mode="deep_ptune", pre_seq_len=5, as'
+        with pytest.raises(WeightsMismatchError, match=as_saved):
             model.load_trained(tmp_path)
         model.tuned_prompts.deep.data = torch.zeros(2, 4, 64)
         with pytest.raises(ConfigurationError, match=r"tuned_prompts\.deep must be \[8, 4, 64\]"):
             model(ids)
+
+
+def test_prompts_that_peft_freezes(
+    llama: Path, swarm: LocalSwarm, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They can't be lost unsaid: LoRA and prompts are trained together, or the prompts saved before."""
+    ids = prompt(2)
+    with swarm_model(llama, swarm, "ptune") as model:
+        trained_values(model)
+        model.save_pretrained(tmp_path / "prompts")
+        adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+        adapted(input_ids=ids, labels=ids).loss.backward()
+        assert model.tuned_prompts.shallow.grad is None
+        assert caplog.text.count("used but not trained") == 1
+        model.tuned_prompts.requires_grad_(True)
+        adapted(input_ids=ids, labels=ids).loss.backward()
+        assert model.tuned_prompts.shallow.grad is not None
+        adapted.save_pretrained(tmp_path / "lora")
+        expected = adapted.eval()(input_ids=ids).logits
+        assert caplog.text.count("used but not trained") == 1
+    with swarm_model(llama, swarm, "ptune") as model:
+        with pytest.raises(
+            BlockWeightsNotFoundError, match=r"an adapter of peft: open it by PeftModel\.from_pretrained"
+        ):
+            model.load_trained(tmp_path / "lora")
+        model.load_trained(tmp_path / "prompts")
+        assert torch.equal(peft.PeftModel.from_pretrained(model, tmp_path / "lora")(input_ids=ids).logits, expected)
+    with swarm_model(llama, swarm, None) as model:
+        with pytest.raises(WeightsMismatchError, match='tuning_mode="ptune", pre_seq_len=5'):
+            model.load_trained(tmp_path / "prompts")
+        model.save_pretrained(tmp_path / "none")
+    without = pytest.raises(WeightsMismatchError, match="saved without prompts, so open the model without tuning_mode")
+    with swarm_model(llama, swarm, "ptune") as model, without:
+        model.load_trained(tmp_path / "none")
 
 
 def test_a_classifier_with_deep_prompts_learns(llama: Path, swarm: LocalSwarm) -> None:

@@ -591,6 +591,7 @@ PEER_ID = "12D3KooWGRYpkGaDx4gAX4e8D3GUdVyM6z9ejguV9e6RigTPvRch"
     [
         ("10.0.0.7:8000", "must look like /ip4/"),
         ("/ip4/10.0.0.7/tcp/8000", "must look like /ip4/"),
+        (__file__, "or an invite in a file whose name ends in .swarm"),
         (f"/ip4/10.0.0.7/tcp/8000/p2p/{PEER_ID[:-3]}", "is not a whole address: what follows /p2p/ has 49 characters"),
         (f"/ip4/10.0.0.7/tcp/8000/p2p/{PEER_ID}/", "is not a whole address: what follows /p2p/ holds '/'"),
         (f"/ip4/10.0.0.7/tcp/8000/p2p/{PEER_ID[3:]}123", "doesn't begin with 12D3KooW"),

@@ -14,7 +14,7 @@ from swarmllm.commands.dht import parse_dht, relay_rules
 from swarmllm.commands.generate import parse_prompt
 from swarmllm.config import ClientConfig
 from swarmllm.errors import ConfigurationError
-from swarmllm.invite import MAX_ENTRIES, PREFIX, Invite, read_invite, unpack_invites
+from swarmllm.invite import MAX_ENTRIES, PREFIX, Invite, names_invite, read_invite, unpack_invites
 from swarmllm.network.relay.service import RelayRules
 from swarmllm.server.__main__ import parse_config
 from swarmllm.server.settings import ServerConfig
@@ -43,6 +43,21 @@ def test_what_goes_in_comes_out(
 ) -> None:
     invite = Invite(initial_peers=peers, model=model, allowed_servers=servers, allowed_clients=clients, swarm_name=name)
     assert read_invite(str(invite)) == invite
+
+
+def test_where_only_an_invite_or_a_name_can_stand_any_file_is_an_invite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mistyped path would found a run of that name, and nobody would come."""
+    monkeypatch.chdir(tmp_path)
+    Path("invite.txt").write_text(f"join us: {PRIVATE}\n")
+    Path("ours").mkdir()
+    assert all(map(names_invite, (str(PRIVATE), "nosuch.swarm", "invite.txt")))
+    assert read_invite("invite.txt") == PRIVATE
+    assert not any(map(names_invite, ("ours", "invite", "invite.tx", "ours of 2026", "x" * 5000)))
+    for missing in ("./invite.tx", "/nowhere/invite", "nosuch/invite"):
+        with pytest.raises(ConfigurationError, match=f"there is no file {missing}: give an invite"):
+            names_invite(missing)
 
 
 def test_an_invite_is_one_word_for_any_shell() -> None:

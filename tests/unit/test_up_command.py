@@ -162,7 +162,10 @@ def test_a_systemd_that_refuses_or_is_missing(
 @pytest.mark.parametrize(
     ("argv", "complaint"),
     [
-        (["hello"], "'hello' is no invite"),
+        (["hello"], "'hello' is no invite and no file that holds one"),
+        (["x" * 5000], "is no invite and no file that holds one"),
+        (["/no/such/invite.txt"], "there is no file /no/such/invite.txt"),
+        ([__file__], "must hold one invite"),
         (["swarm:e30"], "makes no machine a member"),
         (["--install", "--uninstall"], "not both"),
         (["--private", INVITE], "leave the invite out"),

@@ -5,6 +5,7 @@ the directory fails, instead of making up the blocks that are not in it. Adapter
 """
 
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,23 +13,27 @@ from typing import Any
 
 import torch
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HTTPError
+from huggingface_hub.errors import HTTPError, StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from swarmllm.config import default_cache_dir, hub_token
 from swarmllm.errors import BlockWeightsNotFoundError, ConfigurationError, CorruptWeightsError, WeightsMismatchError
 from swarmllm.files import replace_file, replaced
 from swarmllm.models.architecture import TASK_TAGS, Task
-from swarmllm.models.checkpoint.checkpoint import Checkpoint
+from swarmllm.models.checkpoint.checkpoint import ADAPTER_CONFIG, Checkpoint
 from swarmllm.models.checkpoint.fingerprint import fingerprint
-from swarmllm.models.checkpoint.sources import find_source
+from swarmllm.models.checkpoint.sources import Source, find_source, first_line, read_object
 from swarmllm.version import __version__
 
+logger = logging.getLogger(__name__)
+
 OWN_TENSORS = "swarmllm_client.safetensors"
+HEAD_SETTINGS = ("id2label", "label2id", "problem_type", "pad_token_id")
+"""Fields of the config that `load_trained` takes over: heads and pipelines read them, and no tensor shows them."""
 NO_MODEL = "The blocks are not here: load this with load_trained()."
 """Takes the place of the table that transformers' `from_pretrained` needs and trainers don't: it fails."""
 
@@ -151,41 +156,98 @@ def push_to_hub(
 
 
 def load_trained(model: Any, directory: str | Path) -> None:
-    """Take over the tensors that `save_pretrained` wrote, here or on the hub. If they don't fit, nothing changes.
+    """Take over what `save_pretrained` wrote, here or on the hub. If it doesn't fit, nothing changes.
+
+    That is the tensors, and of the config what heads and pipelines read: labels, `problem_type`, `pad_token_id`.
 
     Raises:
         ConfigurationError: there is no such directory or repository.
         BlockWeightsNotFoundError: it has no such file.
-        CorruptWeightsError: the file can't be read.
+        CorruptWeightsError: a file can't be read, or holds NaN.
         WeightsMismatchError: it is of another base model, task or shape.
     """
-    about, found = _read_tensors(directory)
+    source = find_source(str(directory), revision=None, token=hub_token(), cache_dir=default_cache_dir())
+    about, found = _read_tensors(directory, source)
     if about.get("fingerprint") != model.swarm.fingerprint:
         raise WeightsMismatchError(
             f"{directory} was trained on {about.get('base', 'another model')} "
             f"(fingerprint {about.get('fingerprint', 'unknown')[:12]}), this is {model.swarm.model_name} "
             f"({model.swarm.fingerprint[:12]})"
         )
+    _require_fit(model, str(directory), about.get("class", "model"), found)
+    settings = _head_settings(model, source)
+    own = model.state_dict()
+    with torch.no_grad():
+        for name, tensor in found.items():
+            own[name].copy_(tensor)
+    for name, value in settings.items():
+        setattr(model.config, name, value)
+
+
+def _require_fit(model: Any, directory: str, saved_class: str, found: dict[str, Tensor]) -> None:
+    """Raise WeightsMismatchError or CorruptWeightsError unless these tensors can be those of the model."""
     own, frozen = model.state_dict(), _names_of_frozen_blocks(model)
     for name in sorted(own.keys() | found.keys()):
         if name not in found and name.startswith(frozen):
             continue
-        if name not in own or name not in found or own[name].shape != found[name].shape:
+        if name in own and name in found and own[name].shape == found[name].shape:
+            if bool(found[name].isnan().any()) and not bool(own[name].isnan().any()):
+                raise CorruptWeightsError(
+                    f"{name} in {directory} holds NaN, so its training has diverged: load an earlier one"
+                )
+        elif "tuned_prompts." in name:
+            raise WeightsMismatchError(f"{name} in {directory} doesn't fit: {_how_to_tune(found)}")
+        else:
             raise WeightsMismatchError(
-                f"{directory} holds a {about.get('class', 'model')} whose {name} doesn't fit this "
-                f"{type(model).__name__}: load it with the class, number of labels and local_blocks that it was "
-                "saved with"
+                f"{directory} holds a {saved_class} whose {name} doesn't fit this {type(model).__name__}: load it with "
+                "the class, number of labels and local_blocks that it was saved with"
             )
-    with torch.no_grad():
-        for name, tensor in found.items():
-            own[name].copy_(tensor)
 
 
-def _read_tensors(directory: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+def _how_to_tune(found: dict[str, Tensor]) -> str:
+    """How to open a model for the prompts among these tensors."""
+    shallow = next((tensor for name, tensor in found.items() if name.endswith("tuned_prompts.shallow")), None)
+    if shallow is None:
+        return "it was saved without prompts, so open the model without tuning_mode"
+    mode = "deep_ptune" if any(name.endswith("tuned_prompts.deep") for name in found) else "ptune"
+    return f'open the model with tuning_mode="{mode}", pre_seq_len={len(shallow)}, as it was saved'
+
+
+def _head_settings(model: Any, source: Source) -> dict[str, Any]:
+    """Settings of the saved config that take the place of the model's; logs which of them were others before."""
+    path = source.path(CONFIG_NAME, required=False)
+    if path is None:
+        return {}
+    config, usual = model.config, PreTrainedConfig(num_labels=model.config.num_labels)
+    try:
+        saved = read_object(path)
+        named = {name: value for name in HEAD_SETTINGS if (value := saved.get(name)) is not None}
+        kept = {name: getattr(PreTrainedConfig(**named), name) for name in named}
+    except (ConfigurationError, StrictDataclassError, ValueError, TypeError, AttributeError) as error:
+        raise CorruptWeightsError(f"{path} can't be read as a config: {first_line(error)}") from None
+    if len(kept.get("id2label", usual.id2label)) != config.num_labels or not _is_token(kept.get("pad_token_id", 0)):
+        raise CorruptWeightsError(f"{path} is damaged: its labels or its pad_token_id are not those of a saved head")
+    if kept.get("id2label") == usual.id2label:  # nobody has named them, so names that were given here stay
+        kept = {name: value for name, value in kept.items() if not name.endswith(("2label", "2id"))}
+    changed = {name: value for name, value in kept.items() if value != getattr(config, name, None)}
+    for name, value in changed.items():
+        if (was := getattr(config, name, None)) not in (None, getattr(usual, name, None)):
+            logger.warning("config.%s is %r now, as it was saved, in place of %r", name, value, was)
+    return changed
+
+
+def _is_token(value: object) -> bool:
+    return type(value) is int and -1 <= value < 2**31
+
+
+def _read_tensors(directory: str | Path, source: Source) -> tuple[dict[str, str], dict[str, Tensor]]:
     """The file's metadata and tensors."""
-    source = find_source(str(directory), revision=None, token=hub_token(), cache_dir=default_cache_dir())
     path = source.path(OWN_TENSORS, required=False)
     if path is None:
+        if source.path(ADAPTER_CONFIG, required=False) is not None:
+            raise BlockWeightsNotFoundError(
+                f"{directory} is an adapter of peft: open it by PeftModel.from_pretrained(model, {str(directory)!r})"
+            )
         raise BlockWeightsNotFoundError(f"{directory} lacks {OWN_TENSORS}, which save_pretrained() writes")
     try:
         with safe_open(path, "pt") as file:

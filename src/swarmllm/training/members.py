@@ -70,6 +70,8 @@ GREETING_S = 10.0
 WAYS = 4
 """Most addresses of a home by which it is looked for."""
 MAX_KEPT_ADDRS = 64
+ALONE_AFTER_S = 120.0
+"""Seconds that a home with a saved state waits for the others. Assumed: restarted ones are there by then."""
 TELL_WAIT_S = 60.0
 """Seconds between two lines that say which homes are missing."""
 TELL_ROUND_S = 20.0
@@ -147,6 +149,8 @@ class Members:
         self._own_offer: Offer | None = None
         self._vote: VoteHeader | None = None
         self._problem: SwarmError | None = None
+        self._waits = True
+        """Whether this home waits for others before it begins."""
         self._peer: Peer | None = None
 
     # For `Together`
@@ -170,10 +174,10 @@ class Members:
         """Members that are there, with this one."""
         return len(self._streams) + 1
 
-    async def join(self, wait_for: int, invite: Path) -> None:
+    async def join(self, wait_for: int, invite: Path, *, resumes: bool) -> None:
         """Meet the members and take their state, or begin with the own one if nobody has been in more rounds.
 
-        `invite`: the file with which others come.
+        `invite`: the file with which others come. One that `resumes` goes on alone if they don't: they may have ended.
 
         Raises:
             ConfigurationError: the others train something else, or by other rules.
@@ -196,8 +200,18 @@ class Members:
             self._spawn(self._tell_wait(wait_for, invite), name="tell that homes are missing")
         self._spawn(self._drive(), name="rounds").add_done_callback(self._driver_ended)
         self._spawn(self._tell_rounds(), name="tell that rounds don't end")
+        try:
+            async with asyncio.timeout(ALONE_AFTER_S if resumes else None):
+                await self._wait_until_together(wait_for)
+        except TimeoutError:
+            logger.warning("%d of %d homes are here after %.0f s; going on", self.num_members, wait_for, ALONE_AFTER_S)
+            self._waits = False
+            await self._wait_until_together(1)
+
+    async def _wait_until_together(self, wait_for: int) -> None:
         async with self._moved:
             await self._moved.wait_for(lambda: self._problem is not None or self._is_together(wait_for))
+        self._waits = False
         if self._problem is not None:
             raise self._problem
 
@@ -213,7 +227,7 @@ class Members:
             logger.warning("nobody sends the common texts of this run, so this home doesn't measure on them")
 
     async def _tell_wait(self, wait_for: int, invite: Path) -> None:
-        while not self._is_together(wait_for):
+        while self._waits and not self._is_together(wait_for):
             text = "%d of %d homes are here; waiting for the others, which join with the invite in %s"
             logger.warning(text, self.num_members, wait_for, invite)
             await asyncio.sleep(TELL_WAIT_S)

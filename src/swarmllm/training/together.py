@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from swarmllm.client.view.event_loop import EventLoop
 from swarmllm.errors import ConfigurationError, PeerUnreachableError
 from swarmllm.files import create_private_file, read_text, replace_file, user_path
-from swarmllm.invite import Invite, is_invite, read_invite, unpack_invites
+from swarmllm.invite import Invite, names_invite, read_invite, unpack_invites
 from swarmllm.network.p2p.addresses import on_port, port_of
 from swarmllm.network.p2p.identity import Identity, lock_identity
 from swarmllm.training import common_texts
@@ -61,7 +61,8 @@ class RunSettings:
     home names them, and the others get them from it. At most 64 KiB, best a few thousand tokens. Nobody should train on
     them."""
     wait_for: int = 1
-    """Homes that must be there before this one begins."""
+    """Homes that must be there before this one begins. When it begins again it waits for at most two minutes, as the
+    others may have ended."""
     patience_s: float = 120.0
     """Longest time that a round waits for slower homes, from its first difference. What they have learned counts in the
     next round."""
@@ -96,10 +97,11 @@ class RunSettings:
 class Together:
     """A run as a context manager. Inside, `optimizer.step()` takes part in it.
 
-    `run` is a name, which founds a run or goes on with it, or the invite that another home printed. The trained values
-    are all parameters of the optimizer. At the beginning they become those of the run, and at the end as well.
-    `loss_of` returns the loss of the model, with the values that it has at the moment, on the run's common texts
-    (`RunSettings.common_texts`): `functools.partial(text_loss, model, tokenizer)`. Without it, this home measures none.
+    `run` is a name, which founds a run or goes on with it, or the invite that another home printed (the word, or its
+    file). The trained values are all parameters of the optimizer. At the beginning they become those of the run, and at
+    the end as well. `loss_of` returns the loss of the model, with the values that it has at the moment, on the run's
+    common texts (`RunSettings.common_texts`): `functools.partial(text_loss, model, tokenizer)`. Without it, this home
+    measures none.
     `directory` holds this home's identity, the log of rounds, and the newest shared state, from which it goes on if
     nobody else is there. With `model` (the one with the adapter) homes that train another adapter or base model refuse
     each other. Without it they compare shapes only. Without `initial_peers` the run has a small swarm of its own.
@@ -157,7 +159,7 @@ class Together:
     # Beginning and end
 
     def __enter__(self) -> Self:
-        invite = read_invite(self._run) if is_invite(self._run) else None
+        invite = read_invite(self._run) if names_invite(self._run) else None
         if invite is not None and (invite.run is None or invite.run_key is None):
             raise ConfigurationError(
                 "this invite is to a swarm, not to a run: take the one that a home of the run printed"
@@ -215,7 +217,7 @@ class Together:
         except PeerUnreachableError as error:
             if not resumes:
                 raise
-            logger.warning("no other home can be reached, so this one goes on alone and looks for them: %s", error)
+            logger.warning("no other home can be reached, so this one looks for them, and goes on alone: %s", error)
             await members.start(**network)
             members.peer.join_by([*peers, *met])
         if (port := port_of(members.peer.addrs)) is not None:
@@ -227,7 +229,7 @@ class Together:
         path.unlink(missing_ok=True)
         create_private_file(path, self.invite.encode())
         logger.info("other homes join this run with the invite in %s", path)
-        await members.join(self.settings.wait_for, path)
+        await members.join(self.settings.wait_for, path, resumes=resumes)
         await members.trains(True)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -434,7 +434,17 @@ class TrainingNotices:
 
     def __init__(self, adapters: BlockAdapters) -> None:
         self._num_remote = adapters.blocks.num_tensors
-        self._told = False
+        self._told = self._told_of_prompts = False
+
+    def tell_of_prompts(self, prompts: TunedPrompts | None) -> None:
+        """Log, once, that the prompts of a model whose adapter is trained are frozen."""
+        if prompts is not None and not self._told_of_prompts and not prompts.shallow.requires_grad:
+            self._told_of_prompts = True
+            logger.warning(
+                "the prompts of tuning_mode are used but not trained, because peft freezes what isn't its own, and it "
+                "doesn't save them with its adapter: save them before, with save_pretrained() of the base model, and "
+                "to train them as well call tuned_prompts.requires_grad_(True)"
+            )
 
     def tell(self, model: PreTrainedModel) -> None:
         """Log the warnings that apply to this model; later calls log nothing."""

@@ -261,7 +261,8 @@ class BlockAdapters:
                 return known
         if not bool(flat.isfinite().all()):
             raise ConfigurationError(
-                "the adapter's values are NaN or infinite, so its training has diverged: load an earlier one"
+                "the values of the adapter or prompts are NaN or infinite, so its training has diverged: load an "
+                "earlier one"
             )
         chunks = iter(torch.split_with_sizes(flat, [math.prod(shape) for patch in patches for shape in patch.shapes]))
         of_patches = tuple(tuple(next(chunks).view(shape) for shape in patch.shapes) for patch in patches)

@@ -308,6 +308,8 @@ def _adapter(
     in_blocks = prefix if prefix is not None else shell.tuned_prompts
     prompts = () if in_blocks is None else in_blocks.patches()
     adapter, trained = adapters.collect(getattr(shell, "peft_config", None) or {}, prompts, shell.device.type)
+    if torch.is_grad_enabled() and (shell.training or any(one.requires_grad for one in trained)):
+        shell.swarm_notices.tell_of_prompts(shell.tuned_prompts)
     if cache is not None:
         cache.adapter, cache.begun_in_training = adapter, shell.training
     return adapter, () if goes_on else trained
