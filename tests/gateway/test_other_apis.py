@@ -47,12 +47,32 @@ def story(greedy: Any, tokenizer: Any) -> str:
             {"max_tokens": 8, "messages": [{"role": "user", "content": [{"type": "document"}]}]},
             "blocks of type 'document' can't be read here",
         ),
-        ("/v1/responses", {"messages": None, "input": SAID, "background": True}, "background can only be False"),
+        ("/v1/responses", {"messages": None, "input": SAID, "background": True}, "background can only be false"),
         ("/v1/responses", {"messages": None, "input": SAID, "tools": [{"type": "web_search"}]}, "tools"),
         ("/v1/responses", {"messages": None, "input": SAID, "previous_response_id": "x"}, "no response 'x'"),
         ("/v1/responses", {"messages": None, "input": SAID, "reasoning": {"effort": "low"}}, "nothing that"),
         ("/api/chat", {"options": {"mirostat": 3}}, "mirostat"),
         ("/api/chat", {"think": True}, "does not think"),
+        ("/api/chat", {"options": {"num_predict": 0}}, "options.num_predict: give at least 1, or -1"),
+        ("/api/chat", {"options": {"repeat_penalty": 0}}, "options.repeat_penalty: Input should be greater than or"),
+        ("/api/chat", {"options": {"temperature": -1}}, "options.temperature: Input should be"),
+        ("/api/chat", {"format": {"x": "y" * 70000}}, "format: the JSON schema is longer"),
+        ("/api/chat", {"messages": [{"role": "user"}]}, "messages.0: a message of the role user needs content"),
+        ("/v1/messages", {"max_tokens": 8, "stop_sequences": [""]}, "stop_sequences.0: String should have at least 1"),
+        ("/v1/responses", {"messages": None, "input": [{"role": "user"}]}, "input.0: a message of the role user needs"),
+        (
+            "/v1/responses",
+            {"messages": None, "input": SAID, "text": {"format": {"type": "json_schema"}}},
+            'text.format: give {"type": "json_schema"',
+        ),
+        ("/v1/chat/completions", {"stream_options": {"include_usage": True}}, "stream_options: only streams have them"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": None}]},
+            "messages.0: a message of the role",
+        ),
+        ("/v1/chat/completions", {"messages": [{"role": "system", "content": []}]}, "the role system needs content"),
+        ("/v1/chat/completions", {"stop": ""}, "stop: String should have at least 1 character"),
         (
             "/api/generate",
             {"messages": None, "prompt": "a", "suffix": "b"},
@@ -84,7 +104,7 @@ def test_messages(gateway: RunningGateway, story: str) -> None:
     assert kinds[:2] == ["message_start", "content_block_start"]
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
     assert "".join(one["delta"].get("text", "") for one in told if one["type"] == "content_block_delta") == story
-    count = gateway.post("/v1/messages/count_tokens", **PLAIN)
+    count = gateway.post("/v1/messages/count_tokens", messages=MESSAGES)  # without a model: the first one
     assert count["input_tokens"] == found["usage"]["input_tokens"]
     word = story.split()[4]
     stopped = gateway.post("/v1/messages", **{**asked, "stop_sequences": ["@@", word]})

@@ -75,9 +75,20 @@ def test_a_gap_is_told_soon() -> None:
         gateway.wait_until_seen(2)
         swarm.servers[1].kill()
         wait_until(lambda: gateway.swarm()["missing_blocks"], "the gap was seen")
-        response = gateway.http.post("/v1/completions", json={"prompt": "a"})
-        assert response.status_code == 503
-        assert response.headers["retry-after"]
+        said = [{"role": "user", "content": "a"}]
+        asked: dict[str, dict[str, Any]] = {
+            "/v1/completions": {"prompt": "a"},
+            "/v1/chat/completions": {"messages": said},
+            "/v1/responses": {"input": "a"},
+            "/v1/messages": {"messages": said, "max_tokens": 4},
+            "/api/chat": {"messages": said},
+        }
+        for path, body in asked.items():  # a stream that hasn't begun is no success, so that clients try again
+            for stream in (False, True):
+                response = gateway.http.post(path, json={**body, "stream": stream})
+                assert response.status_code == 503, path
+                assert response.headers["retry-after"]
+                assert "4:8" in response.json()["error"] if path == "/api/chat" else response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("seconds", [0, -1])

@@ -3,6 +3,8 @@
 {"error": {"message": "…", "type": "invalid_request_error", "param": "max_tokens", "code": "context_length_exceeded"}}
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
@@ -68,8 +70,8 @@ class ApiError(Exception):
         return cls(500, "the gateway failed; its log says more", code="internal_error")
 
     @classmethod
-    def invalid(cls, error: ValidationError) -> "ApiError":
-        """The first error in a request's body.
+    def invalid(cls, error: ValidationError, names: Mapping[str, str] = MappingProxyType({})) -> "ApiError":
+        """The first error in a request's body. `names`: other names of its fields, under which the client knows them.
 
         If a field may have several types, an error within the type that fits is more useful than "no other type fits".
         """
@@ -78,8 +80,9 @@ class ApiError(Exception):
         errors = error.errors(include_url=False, include_input=False, include_context=False)
         of_types = max(errors, key=lambda e: len(e["loc"]))
         first = next((e for e in errors if not e["type"].endswith(("_type", "_parsing"))), of_types)
-        param = str(first["loc"][0]) if first["loc"] else None
-        where = ".".join(str(part) for part in first["loc"] if not _names_a_type(part))
+        param = names.get(str(first["loc"][0]), str(first["loc"][0])) if first["loc"] else None
+        inner = (str(part) for part in first["loc"][1:] if not _names_a_type(part))
+        where = ".".join((param, *inner)) if param is not None else ""
         message = first["msg"].removeprefix("Value error, ")
         if first["type"] in ("model_type", "dict_type"):
             message = "Input should be an object"
@@ -104,7 +107,7 @@ class ApiError(Exception):
 
 def _names_a_type(part: int | str) -> bool:
     """This part of an error's place names only a type that pydantic has tried."""
-    return isinstance(part, str) and ("[" in part or part in _TYPE_NAMES)
+    return isinstance(part, str) and ("[" in part or part.startswith("constrained-") or part in _TYPE_NAMES)
 
 
 def _status(error: SwarmError) -> int:

@@ -21,6 +21,12 @@ from swarmllm.gateway.text import Event, TextPiece
 
 ERROR_TYPES = {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
 """Anthropic's names of errors, where they differ from OpenAI's."""
+NAMES = {
+    "stop": "stop_sequences",
+    "reasoning_effort": "output_config.effort",
+    "response_format": "output_config.format",
+}
+"""Names of OpenAI's fields in this API."""
 CACHING: Harmless = {"cache_control": ANYTHING}
 
 
@@ -135,7 +141,7 @@ class CountRequest(Body):
     """`POST /v1/messages/count_tokens`."""
 
     harmless: ClassVar[Harmless] = {**CACHING, "speed": ("standard",), "mcp_servers": ([],)}
-    model: str
+    model: str | None = Field(None, description="A name from /v1/models; left out: the first one.")
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=4096)]
     system: Content | None = None
     tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS)] | None = None
@@ -320,7 +326,7 @@ class Anthropic(Dialect):
         body, num_bytes = await self._responder.read(request, MessagesRequest)
         models = self._responder.models
         async with models.using(models.named, body.model) as model:
-            chat = await translated(num_bytes, body.as_chat, model)
+            chat = await translated(num_bytes, body.as_chat, model, NAMES)
             return await self._responder.answer(request, chat, num_bytes, AnthropicAnswer, stream=bool(body.stream))
 
     @post("/v1/messages/count_tokens", "Count the tokens of a conversation.", CountRequest, answer_types=(JSON,))
@@ -328,7 +334,7 @@ class Anthropic(Dialect):
         body, num_bytes = await self._responder.read(request, CountRequest)
         models = self._responder.models
         async with models.using(models.named, body.model) as model:
-            chat = await translated(num_bytes, body.as_chat, model)
+            chat = await translated(num_bytes, body.as_chat, model, NAMES)
             _, (prompt,), _ = await self._responder.prepare(chat, num_bytes, request.scope[CALLER])
         free_memory([prompt])
         return JSONResponse({"input_tokens": len(prompt)})

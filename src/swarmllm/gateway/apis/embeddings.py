@@ -26,6 +26,7 @@ from swarmllm.gateway.routes import JSON, post
 
 MAX_INPUTS = 2048
 """Texts of one request, as OpenAI allows."""
+ModelName = Annotated[str | None, Field(description="Left out: the first model that gives embeddings.")]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 Texts = str | Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS)]
 
@@ -45,7 +46,7 @@ class EmbeddingsRequest(Body):
         **dict.fromkeys(("add_generation_prompt", "continue_final_message"), (False,)),
         **dict.fromkeys(("cache_salt", "mm_processor_kwargs", "pooling_params"), ()),
     }
-    model: str | None = Field(None, description="Left out: the first model that gives embeddings.")
+    model: ModelName = None
     input: Texts | TokenIds | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_INPUTS)]
     encoding_format: Literal["float", "base64"] | None = Field(None, description="base64: of little-endian float32.")
     dimensions: Annotated[int, Field(ge=1)] | None = Field(
@@ -66,7 +67,7 @@ class OllamaEmbed(Body):
     """`POST /api/embed`."""
 
     harmless: ClassVar[Harmless] = {"keep_alive": ANYTHING}
-    model: Annotated[str, Field(min_length=1)]
+    model: ModelName = None
     input: Texts
     truncate: bool | None = Field(True, description="Embed the beginning of a text that is too long.")
     dimensions: Annotated[int, Field(ge=1)] | None = None
@@ -77,7 +78,7 @@ class OllamaEmbeddings(Body):
     """`POST /api/embeddings`, the older one."""
 
     harmless: ClassVar[Harmless] = {"keep_alive": ANYTHING}
-    model: Annotated[str, Field(min_length=1)]
+    model: ModelName = None
     prompt: str
     options: EmbedOptions | None = None
 
@@ -137,7 +138,7 @@ class Embeddings(Dialect):
 
         def answer(vectors: Tensor, num_tokens: int) -> dict[str, Any]:
             took_ns = round((time.perf_counter() - began_at) * 1e9)
-            found = {"model": body.model, "embeddings": [one.tolist() for one in vectors]}
+            found = {"model": body.model or model.name, "embeddings": [one.tolist() for one in vectors]}
             return {**found, "total_duration": took_ns, "load_duration": 0, "prompt_eval_count": num_tokens}
 
         async with self._of_ollama(body.model) as model:
@@ -153,9 +154,9 @@ class Embeddings(Dialect):
             inputs = EmbeddingInputs(model, [body.prompt], None, _num_ctx(body.options, model), cuts=True)
             return await self._answer(request, inputs, lambda vectors, _: {"embedding": vectors[0].tolist()})
 
-    def _of_ollama(self, name: str) -> AbstractAsyncContextManager[EmbeddingModel]:
+    def _of_ollama(self, name: str | None) -> AbstractAsyncContextManager[EmbeddingModel]:
         models = self._responder.models
-        return models.using(models.embedder, name if name in models else name.removesuffix(TAG))
+        return models.using(models.embedder, name if name is None or name in models else name.removesuffix(TAG))
 
     async def _answer(self, request: Request, inputs: "EmbeddingInputs", answer: Any) -> Response:
         """Compute the embeddings in a worker thread; `answer` makes the JSON of the vectors and the number of

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -63,8 +63,25 @@ class Options(Body):
             raise ValueError("repeat_last_n can only be -1 here with a repeat_penalty: leave one of them out")
         return self
 
+    @field_validator("num_predict")
+    @classmethod
+    def _writes_something(cls, value: int | None) -> int | None:
+        if value == 0:
+            raise ValueError("give at least 1, or -1 for as many as there is room for")
+        return value
+
     def hints(self) -> list[str]:
         return [] if self.repeat_last_n in (None, -1) else ["repeat_last_n"]
+
+
+OTHER_NAMES = {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty", "mirostat_mode": "mirostat"}
+OF_OPTIONS = {**OTHER_NAMES, **{name: name for name in Options.model_fields}}
+NAMES = {openai: f"options.{own}" for openai, own in OF_OPTIONS.items()} | {
+    "response_format": "format",
+    "guided_json": "format",
+    "reasoning_effort": "think",
+}
+"""Names of OpenAI's fields in this API."""
 
 
 class OllamaRequest(Body):
@@ -76,7 +93,9 @@ class OllamaRequest(Body):
         **dict.fromkeys(("logprobs",), (False,)),
         "top_logprobs": (0,),
     }
-    model: Annotated[str, Field(min_length=1)]
+    model: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="A name from /api/tags; left out: the first one."
+    )
     stream: bool | None = True
     format: Literal["", "json"] | dict[str, Any] | None = None
     options: Options | None = None
@@ -406,7 +425,7 @@ class Ollama(Dialect):
                 )
                 found = {"model": model.name, "created_at": now(), **empty}
                 return JSONResponse({**found, "done": True, "done_reason": "load"})  # it is open now
-            asked = await translated(num_bytes, body.asked, model)
+            asked = await translated(num_bytes, body.asked, model, NAMES)
             return await self._responder.answer(
                 request,
                 asked,
@@ -441,5 +460,5 @@ class Ollama(Dialect):
     async def version(self, _: Request) -> Response:
         return JSONResponse({"version": __version__})
 
-    def _without_tag(self, name: str) -> str:
-        return name if name in self._responder.models else name.removesuffix(TAG)
+    def _without_tag(self, name: str | None) -> str | None:
+        return name if name is None or name in self._responder.models else name.removesuffix(TAG)

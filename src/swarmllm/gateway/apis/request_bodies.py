@@ -6,6 +6,7 @@ Bodies give `GenerationOptions`, and make the OpenAPI document. Chats are in `ch
 """
 
 import difflib
+import json
 import re
 import secrets
 from collections.abc import Iterator
@@ -150,7 +151,9 @@ def refuse_unknown(body: Body, *, lenient: bool) -> None:
             continue
         where = f"{path}{name}" if harmless is not None else f"{path}{name[:MOST_NAMES]}"
         if harmless is not None:
-            allowed = " or ".join(repr(one) for one in harmless) if isinstance(harmless, tuple) and harmless else ""
+            allowed = (
+                " or ".join(json.dumps(one) for one in harmless) if isinstance(harmless, tuple) and harmless else ""
+            )
             reason = f"can only be {allowed} here" if allowed else "is not supported here"
             raise ApiError(400, f"{where} {reason}: leave it out", param=where, code="unsupported_parameter")
         if not lenient:
@@ -285,6 +288,13 @@ class Sampling(DecodingFields):
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     return_tokens_as_token_ids: bool | None = Field(None, description="Name tokens as token_id:N in log probabilities.")
     swarm_events: bool | None = Field(None, description="Also report the route and failed servers.")
+
+    @field_validator("stream_options")
+    @classmethod
+    def _is_of_a_stream(cls, value: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
+        if value is not None and not info.data.get("stream", True):
+            raise ValueError("only streams have them: give stream as true, or leave them out")
+        return value
 
     def options(self, model: LanguageModel, longest_prompt: int, default_max_tokens: int) -> GenerationOptions:
         """The options of the generation, for prompts of up to this many tokens.

@@ -8,7 +8,7 @@ import asyncio
 import json
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -153,6 +153,11 @@ class Answer:
             if event.error is not None and self.error is None:
                 self.error = ApiError.of(event.error)
         return event
+
+    @property
+    def says_something(self) -> bool:
+        """A part of the answer has come."""
+        return any(choice.logprobs for choice in self._choices)
 
     def begin(self) -> bytes:
         """The start of a stream."""
@@ -340,7 +345,10 @@ def _prepare(
 
 
 class StreamedAnswer(Response):
-    """A stream. If its reader hangs up, the generation ends, even while no token comes."""
+    """A stream. If its reader hangs up, the generation ends, even while no token comes.
+
+    A request that fails before the first token is answered with the error's status, as without a stream.
+    """
 
     def __init__(self, answering: Answering, answer: Answer) -> None:
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
@@ -353,27 +361,32 @@ class StreamedAnswer(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(key, value) for key, value in self.raw_headers if key != b"content-length"]
         async with cancelled_when_gone(receive, self._answering):
+            lines = stream(self._answering, self._answer)
+            first = b"" if self._answering.place else await anext(lines)  # those in the queue see their place now
+            if self._answer.error is not None and not self._answer.says_something:
+                raise self._answer.error
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            async for data in stream(self._answering, self._answer):
+            await send({"type": "http.response.body", "body": first, "more_body": True})
+            async for data in lines:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def stream(answering: Answering, answer: Answer) -> AsyncIterator[bytes]:
-    """The bytes of a stream. Events that come at the same time go out together."""
-    if begun := answer.begin():
-        yield begun
+    """The bytes of a stream. Events that come at the same time go out together, and its start with the first ones: a
+    failure before them is the first item."""
+    start = answer.begin()
     while not answering.has_ended:
         events = await answering.some(KEEPALIVE_S)
-        if lines := b"".join(map(answer.pieces, events)):
-            yield lines
-        elif not events and answer.sign_of_life:
-            yield answer.sign_of_life
+        lines = b"".join(map(answer.pieces, events))
         if answer.error is not None:
             answering.cancel()
-            yield answer.failure(answer.error)
+            yield start + lines + answer.failure(answer.error)
             return
-    yield answer.end()
+        if lines := lines or (b"" if events else answer.sign_of_life):
+            yield start + lines
+            start = b""
+    yield start + answer.end()
 
 
 def sse(data: dict[str, Any], kind: str | None = None) -> bytes:
@@ -427,8 +440,10 @@ async def aside(num_bytes: int, function: Callable[[], Result]) -> Result:
     return function() if num_bytes < LARGE_BYTES else await asyncio.to_thread(function)
 
 
-async def translated(num_bytes: int, translate: Callable[[Given], Translated], given: Given) -> Translated:
-    """Translate a request of so many bytes into a chat or a completion.
+async def translated(
+    num_bytes: int, translate: Callable[[Given], Translated], given: Given, names: Mapping[str, str]
+) -> Translated:
+    """Translate a request of so many bytes into a chat or a completion. `names`: of OpenAI's fields, in this API.
 
     Raises:
         ApiError: the result is no valid chat.
@@ -436,7 +451,7 @@ async def translated(num_bytes: int, translate: Callable[[Given], Translated], g
     try:
         return await aside(num_bytes, lambda: translate(given))
     except ValidationError as error:
-        raise ApiError.invalid(error) from None
+        raise ApiError.invalid(error, names) from None
 
 
 def read_request(kind: type[Kind], body: bytes | dict[str, Any], *, lenient: bool) -> Kind:

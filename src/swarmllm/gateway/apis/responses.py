@@ -24,6 +24,14 @@ from swarmllm.gateway.guard import CALLER
 from swarmllm.gateway.routes import delete, get, post
 from swarmllm.gateway.text import Event, TextPiece
 
+NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+}
+"""Names of OpenAI's older fields in this API."""
+
 
 class ItemPart(Body):
     harmless: ClassVar[Harmless] = {"annotations": ([],), "logprobs": ([],), "detail": ANYTHING}
@@ -55,6 +63,12 @@ class Item(Body):
     name: str = ""
     arguments: str = "{}"
     output: str | list[ItemPart] = ""
+
+    @model_validator(mode="after")
+    def _has_content(self) -> "Item":
+        if self.type == "message" and self.role != "assistant" and self.content in (None, []):
+            raise ValueError(f"a message of the role {self.role} needs content, which may be empty text")
+        return self
 
     @model_validator(mode="after")
     def _shows_pictures_to_the_model(self) -> "Item":
@@ -424,7 +438,7 @@ class Responses(Dialect):
             earlier = self._stored.get(body.previous_response_id, owner)
             before, num_before = [*earlier.items, *earlier.response["output"]], earlier.num_bytes
         num_all = num_bytes + num_before
-        chat = await translated(num_all, body.as_chat, before)
+        chat = await translated(num_all, body.as_chat, before, NAMES)
         items = [*before, *await aside(num_bytes, lambda: [one.model_dump(exclude_none=True) for one in body.items()])]
 
         def keep(name: str, response: dict[str, Any]) -> None:

@@ -122,6 +122,7 @@ class _Conversation:
 
     def _asked(self, message: dict[str, Any]) -> ChatRequest | CompletionRequest:
         parse = self._responder.parse
+        message = {"stream": True, **message}
         return parse(ChatRequest, message) if "messages" in message else parse(CompletionRequest, message)
 
     def cancel_all(self) -> None:
