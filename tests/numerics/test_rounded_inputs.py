@@ -297,7 +297,7 @@ def test_blocks_tell_which_inputs_they_round(columns: int, expected: list[str], 
     rounds all of them computes something else."""
     config = LlamaConfig(
         vocab_size=16, hidden_size=columns, intermediate_size=1536, num_hidden_layers=1,
-        num_attention_heads=columns // 64, num_key_value_heads=1, head_dim=24,
+        num_attention_heads=columns // 24, num_key_value_heads=1, head_dim=24,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     found = [
