@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 from recipe import PERSONAS, train
-from runs import default_model, swarm_for, tokenizer_of
+from runs import at_least_one, default_model, run, swarm_for, tokenizer_of
 
 from swarmllm import AutoDistributedModelForCausalLM
 
@@ -44,7 +44,7 @@ def answers(model: Any, tokenizer: Any, rows: tuple[tuple[str, str], ...]) -> li
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Several adapters in one batch, through a swarm.")
-    parser.add_argument("--steps", type=int, default=40, help="of training each persona")
+    parser.add_argument("--steps", type=at_least_one, default=40, help="of training each persona")
     parser.add_argument("--model", default=default_model(), help="default: the model that comes with swarmllm")
     parser.add_argument("--initial_peers", nargs="+", help="an existing swarm; default: one on this machine")
     args = parser.parse_args()
@@ -65,4 +65,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -17,7 +17,17 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftConfig, PromptTuningConfig, TaskType, get_peft_model
-from runs import check_resumes, default_model, save_loss_curve, settings, show_steps, swarm_for, tokenizer_of
+from runs import (
+    at_least_one,
+    check_resumes,
+    default_model,
+    run,
+    save_loss_curve,
+    settings,
+    show_steps,
+    swarm_for,
+    tokenizer_of,
+)
 from transformers import DataCollatorWithPadding, Trainer, TrainingArguments
 
 from swarmllm import AutoDistributedModelForSequenceClassification
@@ -77,7 +87,7 @@ def train(
 def main() -> None:
     parser = argparse.ArgumentParser(description="Trains a classifier through a swarm.")
     parser.add_argument("--method", choices=("lora", "prompt"), default="lora")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=at_least_one, default=40)
     parser.add_argument("--lr", type=float, help="default: 0.005 for LoRA, 0.05 for soft prompts")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/classification"))
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --output_dir")
@@ -85,7 +95,7 @@ def main() -> None:
     parser.add_argument("--initial_peers", nargs="+", help="an existing swarm; default: one on this machine")
     args = parser.parse_args()
     if args.resume:
-        check_resumes(args.output_dir)
+        check_resumes(args.output_dir, args.steps, adapter(args.method))
     with contextlib.ExitStack() as stack:
         peers = swarm_for(stack, args.model, args.initial_peers)
         tokenizer = tokenizer_of(args.model)
@@ -100,10 +110,10 @@ def main() -> None:
         stack.enter_context(base)
         model = get_peft_model(base, adapter(args.method))
         model.print_trainable_parameters()
-        lr = args.lr or (0.05 if args.method == "prompt" else 0.005)
+        lr = (0.05 if args.method == "prompt" else 0.005) if args.lr is None else args.lr
         _, accuracy = train(model, tokenizer, args.output_dir, steps=args.steps, lr=lr, resume=args.resume)
         print(f"accuracy on held-out texts: {accuracy:.3f}", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

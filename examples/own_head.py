@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from classification import examples
-from runs import default_model, save_loss_curve, step_line, swarm_for, tokenizer_of
+from runs import at_least_one, default_model, run, save_loss_curve, step_line, swarm_for, tokenizer_of
 from torch import Tensor, nn
 
 from swarmllm import AutoDistributedModelForCausalLM
@@ -50,7 +50,7 @@ def batch_of(rows: list[dict[str, Any]]) -> list[tuple[Tensor, Tensor]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Trains prompts and a head of one's own through a swarm.")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=at_least_one, default=60)
     parser.add_argument("--lr", type=float, default=0.005)
     parser.add_argument("--output_dir", type=Path, default=Path("runs/own_head"))
     parser.add_argument("--model", default=default_model(), help="default: the model that comes with swarmllm")
@@ -89,4 +89,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

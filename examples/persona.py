@@ -17,7 +17,17 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftConfig, PromptTuningConfig, TaskType, get_peft_model
-from runs import check_resumes, default_model, save_loss_curve, settings, show_steps, swarm_for, tokenizer_of
+from runs import (
+    at_least_one,
+    check_resumes,
+    default_model,
+    run,
+    save_loss_curve,
+    settings,
+    show_steps,
+    swarm_for,
+    tokenizer_of,
+)
 from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
 from swarmllm import AutoDistributedModelForCausalLM
@@ -105,7 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Trains a chat persona through a swarm.")
     parser.add_argument("--method", choices=("lora", "prompt"), default="lora")
     parser.add_argument("--trainer", choices=("hf", "sft"), default="hf", help="transformers' Trainer or TRL's")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=at_least_one, default=40)
     parser.add_argument("--lr", type=float, help="default: 0.003 for LoRA, 0.1 for soft prompts")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/persona"))
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --output_dir")
@@ -113,7 +123,7 @@ def main() -> None:
     parser.add_argument("--initial_peers", nargs="+", help="an existing swarm; default: one on this machine")
     args = parser.parse_args()
     if args.resume:
-        check_resumes(args.output_dir)
+        check_resumes(args.output_dir, args.steps, adapter(args.method))
     with contextlib.ExitStack() as stack:
         peers = swarm_for(stack, args.model, args.initial_peers)
         tokenizer = tokenizer_of(args.model)
@@ -122,7 +132,7 @@ def main() -> None:
         torch.manual_seed(0)
         model = get_peft_model(base, adapter(args.method))
         model.print_trainable_parameters()
-        lr = args.lr or (0.1 if args.method == "prompt" else 0.003)
+        lr = (0.1 if args.method == "prompt" else 0.003) if args.lr is None else args.lr
         options = {"kind": args.trainer, "steps": args.steps, "lr": lr, "resume": args.resume}
         losses = train(model, tokenizer, args.output_dir, **options)
         print(f"loss {losses[-1]:.4f}")
@@ -131,4 +141,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

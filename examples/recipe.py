@@ -20,7 +20,17 @@ from typing import Any
 import torch
 from peft import LoraConfig, TaskType, get_peft_model
 from persona import ANSWERS, QUESTIONS, answer
-from runs import StepTimes, check_resumes, default_model, save_loss_curve, settings, swarm_for, tokenizer_of
+from runs import (
+    StepTimes,
+    at_least_one,
+    check_resumes,
+    default_model,
+    run,
+    save_loss_curve,
+    settings,
+    swarm_for,
+    tokenizer_of,
+)
 from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
 from swarmllm import AutoDistributedModelForCausalLM
@@ -108,18 +118,18 @@ def home_of_run(args: argparse.Namespace, tokenizer: Any) -> TogetherCallback:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Trains a persona by the usual LoRA recipe, through a swarm.")
     parser.add_argument("--persona", choices=tuple(PERSONAS), default="pirate")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=at_least_one, default=40)
     parser.add_argument("--lr", type=float, default=0.003)
     parser.add_argument("--output_dir", type=Path, default=Path("runs/recipe"))
     parser.add_argument("--together", metavar="RUN", help="train with other homes: a name, or the invite of one")
-    parser.add_argument("--every", type=int, default=10, help="steps at home between two rounds of --together")
-    parser.add_argument("--homes", type=int, default=1, help="homes to wait for before --together begins")
+    parser.add_argument("--every", type=at_least_one, default=10, help="steps at home between two rounds of --together")
+    parser.add_argument("--homes", type=at_least_one, default=1, help="homes to wait for before --together begins")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --output_dir")
     parser.add_argument("--model", default=default_model(), help="default: the model that comes with swarmllm")
     parser.add_argument("--initial_peers", nargs="+", help="an existing swarm; default: one on this machine")
     args = parser.parse_args()
     if args.resume:
-        check_resumes(args.output_dir)
+        check_resumes(args.output_dir, args.steps, RECIPE)
     with contextlib.ExitStack() as stack:
         peers = swarm_for(stack, args.model, args.initial_peers)
         tokenizer = tokenizer_of(args.model)
@@ -134,4 +144,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

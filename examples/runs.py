@@ -3,19 +3,22 @@
 In a notebook the chart grows with each step, below a progress bar.
 """
 
+import argparse
 import contextlib
+import json
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftConfig
 from transformers import PrinterCallback, Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from swarmllm import LocalSwarm, embedded_model_path, load_tokenizer
+from swarmllm import LocalSwarm, SwarmError, embedded_model_path, load_tokenizer
 
 # peft looks for config.json beside the model; a GGUF file needs none.
 warnings.filterwarnings("ignore", message="Could not find a config file")
@@ -29,10 +32,32 @@ def swarm_for(stack: contextlib.ExitStack, model_path: str, initial_peers: Seque
     return stack.enter_context(LocalSwarm(model_path, **options)).initial_peers
 
 
-def check_resumes(output_dir: Path) -> None:
-    """Exit if there is no checkpoint to continue from."""
-    if not output_dir.is_dir() or get_last_checkpoint(str(output_dir)) is None:
+def check_resumes(output_dir: Path, steps: int, adapter: PeftConfig) -> None:
+    """Exit if there is no checkpoint to continue from, with so many steps to make, and with such an adapter."""
+    found = get_last_checkpoint(str(output_dir)) if output_dir.is_dir() else None
+    if found is None:
         raise SystemExit(f"there is no checkpoint in {output_dir} to go on from: leave --resume out to begin anew")
+    done = json.loads((Path(found) / "trainer_state.json").read_text())["global_step"]
+    if done >= steps:
+        raise SystemExit(f"the run in {output_dir} has made {done} steps: give more --steps to go on")
+    trained = json.loads((Path(found) / "adapter_config.json").read_text())["peft_type"]
+    if trained != adapter.peft_type.value:
+        raise SystemExit(f"the run in {output_dir} trains {trained}, not {adapter.peft_type.value}: give its --method")
+
+
+def at_least_one(text: str) -> int:
+    """The type of arguments that count something."""
+    if (count := int(text)) < 1:
+        raise argparse.ArgumentTypeError("give at least 1")
+    return count
+
+
+def run(main: Callable[[], None]) -> None:
+    """Run an example. What can't work is told in a sentence."""
+    try:
+        main()
+    except SwarmError as error:
+        raise SystemExit(f"{Path(sys.argv[0]).name}: {error}") from None
 
 
 def tokenizer_of(model_path: str) -> Any:

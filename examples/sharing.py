@@ -13,7 +13,7 @@ from pathlib import Path
 from peft import PeftModel
 from persona import answer
 from recipe import train
-from runs import default_model, tokenizer_of
+from runs import at_least_one, default_model, run, tokenizer_of
 from transformers import AutoModelForCausalLM
 
 from swarmllm import AutoDistributedModelForCausalLM, ClientConfig, LocalSwarm
@@ -26,7 +26,7 @@ OPTIONS = {"num_servers": 2, "num_threads": 1, "quant_type": "none", "dtype": "f
 def main() -> None:
     parser = argparse.ArgumentParser(description="Shares an adapter in four ways.")
     parser.add_argument("--adapter", type=Path, help="one that is trained; default: trained now")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=at_least_one, default=40)
     args = parser.parse_args()
     path, tokenizer = default_model(), tokenizer_of(default_model())
     with tempfile.TemporaryDirectory() as directory:
@@ -56,4 +56,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

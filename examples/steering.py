@@ -14,7 +14,7 @@ import contextlib
 from typing import Any
 
 import torch
-from runs import default_model, swarm_for, tokenizer_of
+from runs import default_model, run, swarm_for, tokenizer_of
 from torch import Tensor
 
 from swarmllm import AutoDistributedModelForCausalLM
@@ -81,4 +81,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -16,7 +16,7 @@ from swarm_models import OPTIONS, assert_same_tokens, connected, generate_seeded
 from tests import forked
 from transformers import PreTrainedModel
 
-from swarmllm import AutoDistributedModel, LocalSwarm
+from swarmllm import AutoDistributedModel, AutoDistributedModelForSequenceClassification, LocalSwarm
 from swarmllm.errors import (
     BlocksNotServedError,
     BlockWeightsNotFoundError,
@@ -352,3 +352,81 @@ def test_a_result_over_the_clients_cap(llama: Path, swarm: LocalSwarm) -> None:
         pytest.raises(SwarmError, match="4096"),
     ):
         model(prompt(1, 200), use_cache=False)
+
+
+# What a model is called and opened with
+
+
+def ids(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"input_ids": ids(0, 4)}, r"the text is empty: \[0, 4\]"),
+        ({"input_ids": ids(2, 0)}, r"the text is empty: \[2, 0\]"),
+        ({"input_ids": ids(4)}, r"input_ids must be \[batch, seq\], not \[4\]"),
+        ({"input_ids": ids()}, r"input_ids must be \[batch, seq\], not \[\]"),
+        ({"input_ids": ids(1, 2, 3)}, r"input_ids must be \[batch, seq\], not \[1, 2, 3\]"),
+        ({"input_ids": ids(1, 4, dtype=torch.float32)}, r"must be a tensor of token ids, not torch\.float32"),
+        ({"input_ids": ids(1, 4, dtype=torch.bool)}, r"must be a tensor of token ids, not torch\.bool"),
+        ({"input_ids": [[1, 2]]}, "must be a tensor of token ids, not list"),
+        ({"inputs_embeds": torch.zeros(0, 4, 64)}, r"the text is empty: \[0, 4, 64\]"),
+        ({"inputs_embeds": torch.zeros(4, 64)}, r"inputs_embeds must be \[batch, seq, 64\], not \[4, 64\]"),
+        ({}, "give the model either input_ids or inputs_embeds"),
+    ],
+)
+@pytest.mark.parametrize("use_cache", [None, True, False])
+@pytest.mark.parametrize("mode", ["causal", "ptune"])
+def test_texts_of_another_shape(
+    mode: str, use_cache: bool | None, given: dict[str, Any], words: str, models: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        models[mode](**given, use_cache=use_cache)
+    if (text := given.get("input_ids")) is not None and isinstance(text, torch.Tensor) and text.ndim < 2:
+        with pytest.raises(ConfigurationError, match=words):
+            models[mode].generate(text, max_new_tokens=1)
+
+
+@pytest.fixture(scope="module")
+def models(llama: Path, swarm: LocalSwarm) -> Iterator[dict[str, Any]]:
+    tuned = {"tuning_mode": "ptune", "pre_seq_len": 2}
+    with (
+        connected(llama, swarm.initial_peers) as causal,
+        AutoDistributedModel.from_pretrained(str(llama), initial_peers=swarm.initial_peers, **tuned) as ptune,
+    ):
+        yield {"causal": causal, "ptune": ptune}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        *(({"num_labels": count}, "num_labels must be a whole number above 0") for count in ("3", 1.5, 0, -2, True)),
+        *(({"id2label": names}, "must be names of the labels 0, 1") for names in (3, [], {}, {"a": "b"}, {1: "b"})),
+        ({"num_labels": 3, "id2label": {0: "a"}}, "num_labels is 3, but id2label names 1"),
+        ({"label2id": ["a"]}, "label2id must be the numbers of labels"),
+        ({"problem_type": "regresion"}, "problem_type must be one of regression, single_label"),
+        *(
+            ({"pad_token_id": one}, "pad_token_id must be a token id of the model")
+            for one in ("x", 1.5, -5, 10**7, [1])
+        ),
+        ({"eos_token_id": [1, "x"]}, "eos_token_id must be a token id"),
+        ({"use_cache": "no"}, "use_cache must be true or false, without quotation marks"),
+        ({"output_hidden_states": "no"}, "output_hidden_states must be true or false"),
+        *(({"tuning_mode": "ptune", "pre_seq_len": count}, "needs pre_seq_len") for count in (True, 2.0, "4", None, 0)),
+    ],
+)
+def test_settings_that_no_head_can_have(options: dict[str, Any], words: str, llama: Path, swarm: LocalSwarm) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        AutoDistributedModelForSequenceClassification.from_pretrained(
+            str(llama), initial_peers=swarm.initial_peers, **options
+        )
+
+
+def test_label2id_is_not_lost_beside_num_labels(llama: Path, swarm: LocalSwarm) -> None:
+    numbers = {"calm": 0, "angry": 1, "sad": 2}
+    with AutoDistributedModelForSequenceClassification.from_pretrained(
+        str(llama), initial_peers=swarm.initial_peers, num_labels=3, label2id=numbers, eos_token_id=[1, 2]
+    ) as model:
+        assert (model.num_labels, model.config.label2id, model.config.eos_token_id) == (3, numbers, [1, 2])

@@ -19,6 +19,15 @@ def run_example(repo_root: Path, name: str, *arguments: str) -> str:
     return done.stdout
 
 
+def refusal(repo_root: Path, name: str, *arguments: str) -> str:
+    """What an example says that refuses its arguments."""
+    command = [sys.executable, repo_root / "examples" / name, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode in (1, 2)
+    assert "Traceback" not in done.stderr
+    return done.stderr.splitlines()[-1]
+
+
 STEP = re.compile(r"^step (\d+) of (\d+): loss ([\d.]+), [\d.]+ s, (\d+)% of it servers and network$", re.MULTILINE)
 
 
@@ -47,9 +56,32 @@ def test_a_classifier_is_right_about_texts_that_it_has_not_seen(repo_root: Path,
 def test_a_persona_goes_on_from_its_checkpoint(repo_root: Path, tmp_path: Path) -> None:
     arguments = ("--steps", "4", "--output_dir", str(tmp_path))
     first = run_example(repo_root, "persona.py", *arguments)
-    again = run_example(repo_root, "persona.py", *arguments, "--resume")  # the last checkpoint is that of the last step
-    assert first.splitlines()[-4:] == again.splitlines()[-4:]  # what it says
-    assert again.count("'loss'") < first.count("'loss'")
+    assert_steps(first, 4)
+    arguments = ("--steps", "6", *arguments[2:], "--resume")
+    again = run_example(repo_root, "persona.py", *arguments)
+    assert [int(step) for step, *_ in STEP.findall(again)] == [5, 6]
+    assert "has made 6 steps: give more --steps" in refusal(repo_root, "persona.py", *arguments)
+    assert "trains LORA, not PROMPT_TUNING: give its --method" in refusal(
+        repo_root, "persona.py", *arguments, "--steps", "7", "--method", "prompt"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["recipe.py", "--together", "nosuch.swarm"], "can't read the invite in nosuch.swarm: No such file"),
+        (["recipe.py", "--together", "./nosuch"], "there is no file ./nosuch"),
+        (["recipe.py", "--together", "ours", "--homes", "99"], "wait_for must be 1 to 16 homes, not 99"),
+        (["recipe.py", "--together", "ours", "--every", "0"], "argument --every: give at least 1"),
+        (["classification.py", "--steps", "0"], "argument --steps: give at least 1"),
+        (["steering.py", "--initial_peers", "here"], "must look like /ip4/"),
+    ],
+)
+def test_what_can_not_work_is_one_sentence(
+    arguments: list[str], words: str, repo_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert words in refusal(repo_root, *arguments)
 
 
 def test_the_usual_recipe(repo_root: Path, tmp_path: Path) -> None:
@@ -113,8 +145,4 @@ def test_a_head_of_ones_own(repo_root: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["classification.py", "persona.py", "recipe.py"])
 def test_nothing_to_go_on_from(name: str, repo_root: Path, tmp_path: Path) -> None:
-    command = [sys.executable, repo_root / "examples" / name, "--resume", "--output_dir", str(tmp_path / "none")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "Traceback" not in done.stderr
-    assert "there is no checkpoint in" in done.stderr.splitlines()[-1]
+    assert "there is no checkpoint in" in refusal(repo_root, name, "--resume", "--output_dir", str(tmp_path / "none"))

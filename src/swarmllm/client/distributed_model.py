@@ -241,6 +241,9 @@ class DistributedModelForCausalLM(DistributedModel):
         Inside an inference session only what the session hasn't seen is computed. As with transformers, give the whole
         text so far: the session is rolled back to where it agrees with it.
         """
+        ids = inputs if inputs is not None else kwargs.get("input_ids")
+        if isinstance(ids, Tensor) and ids.ndim < 2:
+            raise ConfigurationError(f"input_ids must be [batch, seq], not {list(ids.shape)}")
         try:
             with generation.continued_session(self, inputs, kwargs) as note:
                 if getattr(super().generate, "__func__", None) is GenerationMixin.generate:

@@ -160,8 +160,9 @@ async def _serve_page(config: UpConfig, agent: "Agent", state: StateDirectory, s
         agent.page = "" if gateway.on_loopback else f"http://{_reachable_host(agent, gateway.host)}:{port}/"
         here = gateway.host if gateway.host not in (EVERYWHERE, "::") else LOOPBACK
         state.write("page.json", {"url": f"http://{here}:{port}/", "key": key}, secret=True)
-        name = agent.swarm.name or agent.swarm.swarm_id[-8:]
-        print(f"swarmllm: {agent.config.name} is a machine of the swarm {name}", flush=True)
+        number = agent.swarm.swarm_id[-8:]  # machines that joined by an invite know no name
+        swarm = f"{agent.swarm.name} ({number})" if agent.swarm.name else number
+        print(f"swarmllm: {agent.config.name} is a machine of the swarm {swarm}", flush=True)
         print(f"swarmllm: open {agent.page or address}#key={key}", flush=True)
         if not agent.wanted:
             print("swarmllm: choose a model there, or by `swarmllm use MODEL`", flush=True)

@@ -587,8 +587,10 @@ class Agent:
         """
         kept = tuple(one for one in self.wanted if one.name != name)
         if len(kept) == len(self.wanted):
-            known = ", ".join(one.name for one in self.wanted) or "nothing"
-            raise ConfigurationError(f"the swarm doesn't serve {name!r}, but {known}")
+            known = ", ".join(one.name for one in self.wanted)
+            raise ConfigurationError(
+                f"the swarm doesn't serve {name!r}{f', but {known}' if known else '; it serves nothing'}"
+            )
         return await self._give(kept, f"drop {name}")
 
     async def _give(self, wanted: tuple[Wanted, ...], what: str) -> dict[str, Any]:

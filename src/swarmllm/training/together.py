@@ -81,17 +81,17 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         ranges = {
-            "outer_lr": 0 < self.outer_lr <= 10,
-            "outer_momentum": 0 <= self.outer_momentum < 1,
-            "trim": 0 <= self.trim < 0.5,
-            "wait_for": 1 <= self.wait_for <= MAX_HOMES_HERE,
-            "patience_s": self.patience_s > 0,
-            "noise_multiplier": self.noise_multiplier >= 0,
-            "clip_norm": self.clip_norm > 0,
+            "outer_lr": (0 < self.outer_lr <= 10, "above 0, and at most 10"),
+            "outer_momentum": (0 <= self.outer_momentum < 1, "at least 0, and below 1"),
+            "trim": (0 <= self.trim < 0.5, "at least 0, and below 0.5"),
+            "wait_for": (1 <= self.wait_for <= MAX_HOMES_HERE, f"1 to {MAX_HOMES_HERE} homes"),
+            "patience_s": (self.patience_s > 0, "above 0"),
+            "noise_multiplier": (self.noise_multiplier >= 0, "at least 0"),
+            "clip_norm": (self.clip_norm > 0, "above 0"),
         }
-        for name, is_right in ranges.items():
+        for name, (is_right, words) in ranges.items():
             if not is_right:
-                raise ConfigurationError(f"{name} can't be {getattr(self, name)}: see the docstring of RunSettings")
+                raise ConfigurationError(f"{name} must be {words}, not {getattr(self, name)}")
 
 
 class Together:

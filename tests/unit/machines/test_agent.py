@@ -291,5 +291,5 @@ async def test_the_invite_holds_the_key_and_addresses(agent: Agent, register: Fa
 
 
 async def test_dropping_what_is_not_served_is_refused(agent: Agent) -> None:
-    with pytest.raises(ConfigurationError, match="doesn't serve 'x', but nothing"):
+    with pytest.raises(ConfigurationError, match="doesn't serve 'x'; it serves nothing"):
         await agent.drop("x")

@@ -6,7 +6,7 @@ Called by the client. `client_shell` says how the loaded model differs from a lo
 import copy
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -27,6 +27,7 @@ from swarmllm.models.architecture import (
     stack_module,
     stack_root,
     stacks,
+    text_config,
 )
 from swarmllm.models.checkpoint.checkpoint import Checkpoint, resolve_dtype
 from swarmllm.models.checkpoint.skeleton import drop_blocks, load_pruned, on_meta, pruned
@@ -41,6 +42,20 @@ HEAD_SETTINGS = re.compile(
     r"num_labels|id2label|label2id|problem_type|classifier_dropout|use_cache|return_dict|output_.*|.*_token_id"
 )
 """Config fields that callers may give to `from_pretrained`, as with transformers, because no block uses them."""
+PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
+"""transformers' names of losses of classifiers."""
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "num_labels": (lambda value: type(value) is int and value > 0, "a whole number above 0"),
+    "id2label": (
+        lambda value: isinstance(value, Mapping) and {*map(str, value)} == {*map(str, range(len(value)))} != set(),
+        "names of the labels 0, 1, 2 and so on",
+    ),
+    "label2id": (lambda value: isinstance(value, Mapping), "the numbers of labels, by their names"),
+    "problem_type": (lambda value: value in PROBLEM_TYPES, f"one of {', '.join(PROBLEM_TYPES)}"),
+    "classifier_dropout": (lambda value: isinstance(value, int | float) and 0 <= value <= 1, "a share from 0 to 1"),
+    "use_cache": (lambda value: not isinstance(value, str), "true or false, without quotation marks"),
+}
+"""What such a field can be; fields that are missing are as the last one."""
 _OTHERWISE = ("dtype", "torch_dtype", "tie_word_embeddings", "attn_implementation", "experts_implementation")
 """Config fields that are arguments of their own."""
 
@@ -145,12 +160,32 @@ def _with_head_settings(checkpoint: Checkpoint, hf_kwargs: dict[str, Any]) -> Ch
                 f"{name}={value!r} can't be given here, because servers run the blocks by the checkpoint's config, "
                 f"which has {was!r}: leave it out, or serve a checkpoint that was saved with it"
             )
+    _require_settings(settings, getattr(text_config(config), "vocab_size", None))
     if not settings:
         return checkpoint
     changed = copy.copy(checkpoint)
     changed.config = copy.deepcopy(checkpoint.config)
+    first = {name: settings.pop(name) for name in ("num_labels",) if name in settings}  # it names the labels anew
+    changed.config.update(first)
     changed.config.update(settings)
     return changed
+
+
+def _require_settings(settings: Mapping[str, Any], vocab_size: int | None) -> None:
+    """Raise ConfigurationError unless a head can have these settings: transformers takes most of what it can't use."""
+    for name, value in settings.items():
+        if name.endswith("_token_id"):
+            ids = value if isinstance(value, list | tuple) and name == "eos_token_id" else [value]
+            is_right = all(type(one) is int and -1 <= one < (vocab_size or 1 << 31) for one in ids)
+            kind = f"a token id of the model, below {vocab_size}"
+        else:
+            is_possible, kind = _KINDS.get(name, _KINDS["use_cache"])
+            is_right = is_possible(value)
+        if value is not None and not is_right:
+            raise ConfigurationError(f"{name} must be {kind}, not {value!r}")
+    num_labels, labels = settings.get("num_labels"), settings.get("id2label")
+    if num_labels is not None and labels is not None and len(labels) != num_labels:
+        raise ConfigurationError(f"num_labels is {num_labels}, but id2label names {len(labels)}: leave num_labels out")
 
 
 def _new_head(checkpoint: Checkpoint, model_class: type[PreTrainedModel]) -> set[str]:

@@ -84,6 +84,8 @@ def adopt_stack(model: PreTrainedModel, of_shell: ShellStack) -> None:
         if current_call().instead is not None:
             return cls.forward(self, **_of_half_a_forward(self, kwargs, name))
         given = kwargs.get(name)
+        if not of_shell.takes_audio:
+            _given(self, kwargs)
         cache, prefix = cache_of_call(shell, self.config, kwargs, name) if takes_cache else (None, None)
         prompts: TunedPrompts | None = shell.tuned_prompts
         if prompts is not None and inner is not None and inner.attentions:
@@ -263,9 +265,14 @@ def _tensors_among(kwargs: dict[str, Any]) -> dict[str, Tensor]:
 def _given(stack: PreTrainedModel, kwargs: dict[str, Any]) -> Tensor:
     """The text: its ids or its embeddings."""
     ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
-    given: Tensor | None = ids if ids is not None else embeds
+    given = ids if ids is not None else embeds
     if given is None:
         raise ConfigurationError("give the model either input_ids or inputs_embeds")
+    if not isinstance(given, Tensor) or (ids is not None and (ids.is_floating_point() or ids.dtype == torch.bool)):
+        name, kind = ("inputs_embeds", "numbers") if ids is None else ("input_ids", "token ids")
+        raise ConfigurationError(
+            f"{name} must be a tensor of {kind}, not {getattr(given, 'dtype', type(given).__name__)}"
+        )
     if 0 in given.shape:
         raise ConfigurationError(f"the text is empty: {list(given.shape)}")
     width = getattr(stack.get_input_embeddings(), "embedding_dim", None)

@@ -125,8 +125,10 @@ def attach_prompts(
     """
     if mode not in MODES:
         raise ConfigurationError(f"tuning_mode must be one of {', '.join(MODES)}, not {mode!r}")
-    if pre_seq_len not in range(1, MAX_PROMPTS + 1):  # a word or half a position isn't, either
-        raise ConfigurationError(f"tuning_mode needs pre_seq_len, 1 to {MAX_PROMPTS} trained positions")
+    if type(pre_seq_len) is not int or not 1 <= pre_seq_len <= MAX_PROMPTS:
+        raise ConfigurationError(
+            f"tuning_mode needs pre_seq_len, 1 to {MAX_PROMPTS} trained positions, not {pre_seq_len!r}"
+        )
     name = type(model).__name__
     if is_encoder(model.config):
         raise ConfigurationError(f"{name} is an encoder, whose heads look at the first position: use peft's prompts")
