@@ -392,7 +392,7 @@ class MatrixInStrips(Matrix):
         rounded to bfloat16, but for scales of whole rows."""
         inputs, num_inputs = inputs.contiguous(), inputs.shape[0]
         outputs = inputs.new_empty(num_inputs, self.rows)
-        tiles = _at_line(-(-num_inputs // TILE_ROWS) * TILE_ROWS * self.columns, inputs.dtype)
+        tiles = empty_at(torch.Size((-(-num_inputs // TILE_ROWS) * TILE_ROWS, self.columns)), inputs.dtype)
         library().swarmllm_put_in_tiles(inputs.data_ptr(), num_inputs, self.columns, tiles.data_ptr())
 
         def part(start: int, end: int) -> None:
@@ -418,10 +418,11 @@ class MatrixInStrips(Matrix):
         return rows[start - first : end - first]
 
 
-def _at_line(numel: int, dtype: torch.dtype) -> Tensor:
-    """Memory that begins at a line of the caches."""
-    room = torch.empty(numel + LINE // dtype.itemsize, dtype=dtype)
-    return room[-room.data_ptr() % LINE // dtype.itemsize :]
+def empty_at(shape: torch.Size, dtype: torch.dtype, place: int = 0) -> Tensor:
+    """An empty tensor that begins at this byte of a line of the caches."""
+    room = torch.empty(shape.numel() + LINE // dtype.itemsize, dtype=dtype)
+    first = (place - room.data_ptr()) % LINE // dtype.itemsize
+    return room[first : first + shape.numel()].view(shape)
 
 
 def in_parts(part: Callable[[int, int], None], num_rows: int, most: int, unit: int = 1) -> None:

@@ -27,7 +27,7 @@ from torch.autograd import forward_ad
 
 from swarmllm.machine_memory import into_huge_pages
 from swarmllm.models.quantization import kernels
-from swarmllm.models.quantization.kernels import COLD_ROWS, WORTH_A_THREAD, in_parts, library
+from swarmllm.models.quantization.kernels import COLD_ROWS, LINE, WORTH_A_THREAD, empty_at, in_parts, library
 
 MOST_INPUTS = 32
 """Of the order IN_TILES."""
@@ -37,8 +37,6 @@ SMALLEST = 1 << 16
 """Numbers of a weight. Assumed: calls take as long as the products of smaller ones."""
 LEAST_ROWS = 16
 LEAST_COLUMNS = 64
-LINE = 64
-"""Bytes. Where an input begins in a line of the caches can matter to torch, so others are torch's."""
 TRIALS = 4
 """Products that are compared. With one, an order was taken for right that wasn't for the last of 50 rows."""
 LARGE = 16 << 20
@@ -134,7 +132,7 @@ class _Product(NamedTuple):
 
     @classmethod
     def of(cls, weight: Tensor, num_inputs: int, has_bias: bool, num_threads: int) -> "_Product":
-        place = weight.data_ptr() % LINE
+        place = weight.data_ptr() % LINE  # which can matter to torch
         return cls(place, weight.shape, weight.dtype, num_inputs, has_bias, num_threads, _settings())
 
 
@@ -387,7 +385,7 @@ def _hard_copy(product: _Product) -> Tensor:
     """A hard weight of the same shape in the same place of a line. Its rows repeat."""
     (rows, columns), dtype = product.shape, product.dtype
     some = hard_weight(min(rows, DIFFERENT_ROWS), columns).to(dtype)
-    copy = _empty_at(product.shape, dtype, product.place)
+    copy = empty_at(product.shape, dtype, product.place)
     for start in range(0, rows, DIFFERENT_ROWS):
         part = copy[start : start + DIFFERENT_ROWS]
         part.copy_(some[: len(part)])
@@ -409,13 +407,7 @@ def _pairs(columns: int) -> tuple[Tensor, Tensor]:
 
 def _at(tensor: Tensor, place: int) -> Tensor:
     """A copy that begins at this place of a line."""
-    return _empty_at(tensor.shape, tensor.dtype, place).copy_(tensor)
-
-
-def _empty_at(shape: torch.Size, dtype: torch.dtype, place: int) -> Tensor:
-    room = torch.empty(shape.numel() + 2 * LINE, dtype=dtype)
-    first = (place - room.data_ptr()) % LINE // dtype.itemsize
-    return room[first : first + shape.numel()].view(shape)
+    return empty_at(tensor.shape, tensor.dtype, place).copy_(tensor)
 
 
 @functools.cache
