@@ -37,10 +37,13 @@ def check_resumes(output_dir: Path, steps: int, adapter: PeftConfig) -> None:
     found = get_last_checkpoint(str(output_dir)) if output_dir.is_dir() else None
     if found is None:
         raise SystemExit(f"there is no checkpoint in {output_dir} to go on from: leave --resume out to begin anew")
-    done = json.loads((Path(found) / "trainer_state.json").read_text())["global_step"]
+    try:
+        done = int(json.loads((Path(found) / "trainer_state.json").read_text())["global_step"])
+        trained = json.loads((Path(found) / "adapter_config.json").read_text())["peft_type"]
+    except (OSError, ValueError, KeyError) as error:
+        raise SystemExit(f"{found} is not whole ({error}): remove it, to go on from the one before") from None
     if done >= steps:
         raise SystemExit(f"the run in {output_dir} has made {done} steps: give more --steps to go on")
-    trained = json.loads((Path(found) / "adapter_config.json").read_text())["peft_type"]
     if trained != adapter.peft_type.value:
         raise SystemExit(f"the run in {output_dir} trains {trained}, not {adapter.peft_type.value}: give its --method")
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from swarmllm.errors import ConfigurationError
-from swarmllm.files import read_text, user_path
+from swarmllm.files import existing_path, read_text
 
 PREFIX = "swarm:"
 FILE_SUFFIX = ".swarm"
@@ -97,21 +97,22 @@ def is_invite(entry: str) -> bool:
 
 
 def names_invite(word: str) -> bool:
-    """The same where nothing but an invite or a plain name can stand: any file is taken for one that holds an invite.
+    """The same where nothing but an invite or a plain name can stand: any file that holds an invite is one.
 
     Raises:
-        ConfigurationError: it is a path, and there is no such file.
+        ConfigurationError: it can only be meant as a file, and that holds none.
     """
     if is_invite(word):
         return True
+    is_path = word.startswith(("/", "./", "../", "~")) or word.endswith(".txt")
     try:
-        is_file = user_path(word).is_file()
-    except ConfigurationError:  # too long for a path
-        return False
-    if is_file:
-        return True
-    if "/" in word:
-        raise ConfigurationError(f"there is no file {word}: give an invite, a file that holds one, or a name without /")
+        if existing_path(word) is not None:
+            return bool(_word_in_file(word))
+    except ConfigurationError:  # a file that holds something else, or a name that no file can have
+        if is_path:
+            raise
+    if is_path:
+        raise ConfigurationError(f"there is no file {word}, and an invite begins with {PREFIX}")
     return False
 
 

@@ -57,7 +57,10 @@ def story(greedy: Any, tokenizer: Any) -> str:
         ("/api/chat", {"options": {"repeat_penalty": 0}}, "options.repeat_penalty: Input should be greater than or"),
         ("/api/chat", {"options": {"temperature": -1}}, "options.temperature: Input should be"),
         ("/api/chat", {"format": {"x": "y" * 70000}}, "format: the JSON schema is longer"),
-        ("/api/chat", {"messages": [{"role": "user"}]}, "messages.0: a message of the role user needs content"),
+        ("/api/chat", {"think": "low"}, "think of embedded is nothing that"),
+        ("/api/chat", {"format": {"type": "wrong"}}, "format: the JSON schema can't be used"),
+        ("/v1/messages", {"max_tokens": 8, "output_config": {"effort": "low"}}, "output_config.effort of embedded"),
+        ("/v1/responses", {"messages": None, "input": SAID, "reasoning": {"effort": "low"}}, "reasoning.effort of"),
         ("/v1/messages", {"max_tokens": 8, "stop_sequences": [""]}, "stop_sequences.0: String should have at least 1"),
         ("/v1/responses", {"messages": None, "input": [{"role": "user"}]}, "input.0: a message of the role user needs"),
         (

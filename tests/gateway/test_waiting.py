@@ -4,15 +4,18 @@ import json
 import re
 import subprocess
 import sys
+import threading
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 import pytest
-from web_gateway import local_swarm, running_gateway, wait_until
+from web_gateway import RunningGateway, local_swarm, running_gateway, wait_until
 
 from swarmllm import LocalSwarm, embedded_model_path
+from swarmllm.gateway.apis import responder
+from swarmllm.gateway.engine.generation import Generation
 from swarmllm.gateway.settings import GatewayConfig
 
 pytestmark = pytest.mark.rotates(6, whole_file=True)
@@ -89,6 +92,28 @@ def test_a_gap_is_told_soon() -> None:
                 assert response.status_code == 503, path
                 assert response.headers["retry-after"]
                 assert "4:8" in response.json()["error"] if path == "/api/chat" else response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"])
+def test_a_silent_stream_begins_all_the_same(
+    path: str, gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The status is known after `KEEPALIVE_S` at the latest, also in an API that has no sign of life."""
+    may_go_on, run = threading.Event(), Generation.run
+
+    def late(generation: Generation) -> None:
+        assert may_go_on.wait(60)
+        run(generation)
+
+    monkeypatch.setattr(responder, "KEEPALIVE_S", 0.2)
+    monkeypatch.setattr(Generation, "run", late)
+    said = [{"role": "user", "content": "a"}]
+    body = {"input": "a"} if path == "/v1/responses" else {"messages": said}
+    body |= {"max_tokens": 2} if path == "/v1/messages" else {}
+    with gateway.http.stream("POST", path, json={**body, "stream": True}) as answer:
+        assert answer.status_code == 200
+        may_go_on.set()
+        assert len(answer.read()) > 20
 
 
 @pytest.mark.parametrize("seconds", [0, -1])

@@ -10,6 +10,7 @@ from pathlib import Path
 from subprocess import PIPE
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from swarm_models import OPTIONS, assert_same_tokens, connected, generate_seeded, prompt, save_llama
@@ -372,6 +373,7 @@ def ids(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         ({"input_ids": ids(1, 4, dtype=torch.float32)}, r"must be a tensor of token ids, not torch\.float32"),
         ({"input_ids": ids(1, 4, dtype=torch.bool)}, r"must be a tensor of token ids, not torch\.bool"),
         ({"input_ids": [[1, 2]]}, "must be a tensor of token ids, not list"),
+        ({"input_ids": np.ones((1, 2), dtype=np.int64)}, "must be a tensor of token ids, not ndarray"),
         ({"inputs_embeds": torch.zeros(0, 4, 64)}, r"the text is empty: \[0, 4, 64\]"),
         ({"inputs_embeds": torch.zeros(4, 64)}, r"inputs_embeds must be \[batch, seq, 64\], not \[4, 64\]"),
         ({}, "give the model either input_ids or inputs_embeds"),
@@ -422,6 +424,13 @@ def test_settings_that_no_head_can_have(options: dict[str, Any], words: str, lla
         AutoDistributedModelForSequenceClassification.from_pretrained(
             str(llama), initial_peers=swarm.initial_peers, **options
         )
+
+
+def test_counts_of_numpy_are_whole_numbers(llama: Path, swarm: LocalSwarm) -> None:
+    with AutoDistributedModelForSequenceClassification.from_pretrained(
+        str(llama), initial_peers=swarm.initial_peers, num_labels=np.int64(3), pad_token_id=np.int32(1)
+    ) as model:
+        assert (model.num_labels, model.config.pad_token_id) == (3, 1)
 
 
 def test_label2id_is_not_lost_beside_num_labels(llama: Path, swarm: LocalSwarm) -> None:

@@ -61,6 +61,9 @@ def test_a_persona_goes_on_from_its_checkpoint(repo_root: Path, tmp_path: Path) 
     again = run_example(repo_root, "persona.py", *arguments)
     assert [int(step) for step, *_ in STEP.findall(again)] == [5, 6]
     assert "has made 6 steps: give more --steps" in refusal(repo_root, "persona.py", *arguments)
+    state = (tmp_path / "checkpoint-6" / "trainer_state.json").rename(tmp_path / "moved.json")
+    assert "checkpoint-6 is not whole" in refusal(repo_root, "persona.py", *arguments)
+    state.rename(tmp_path / "checkpoint-6" / "trainer_state.json")
     assert "trains LORA, not PROMPT_TUNING: give its --method" in refusal(
         repo_root, "persona.py", *arguments, "--steps", "7", "--method", "prompt"
     )
@@ -70,7 +73,7 @@ def test_a_persona_goes_on_from_its_checkpoint(repo_root: Path, tmp_path: Path) 
     ("arguments", "words"),
     [
         (["recipe.py", "--together", "nosuch.swarm"], "can't read the invite in nosuch.swarm: No such file"),
-        (["recipe.py", "--together", "./nosuch"], "there is no file ./nosuch"),
+        (["recipe.py", "--together", "./nosuch"], "there is no file ./nosuch, and an invite"),
         (["recipe.py", "--together", "ours", "--homes", "99"], "wait_for must be 1 to 16 homes, not 99"),
         (["recipe.py", "--together", "ours", "--every", "0"], "argument --every: give at least 1"),
         (["classification.py", "--steps", "0"], "argument --steps: give at least 1"),

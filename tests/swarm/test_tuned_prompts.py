@@ -151,10 +151,13 @@ def test_prompts_that_peft_freezes(
         adapted(input_ids=ids, labels=ids).loss.backward()
         assert model.tuned_prompts.shallow.grad is None
         assert caplog.text.count("used but not trained") == 1
-        model.tuned_prompts.requires_grad_(True)
+        before = model.tuned_prompts.requires_grad_(True).shallow.detach().clone()
+        optimizer = torch.optim.SGD([one for one in adapted.parameters() if one.requires_grad], lr=1.0)
         adapted(input_ids=ids, labels=ids).loss.backward()
-        assert model.tuned_prompts.shallow.grad is not None
+        optimizer.step()
+        assert not torch.equal(model.tuned_prompts.shallow, before)
         adapted.save_pretrained(tmp_path / "lora")
+        model.save_pretrained(tmp_path / "both")
         expected = adapted.eval()(input_ids=ids).logits
         assert caplog.text.count("used but not trained") == 1
     with swarm_model(llama, swarm, "ptune") as model:
@@ -162,8 +165,17 @@ def test_prompts_that_peft_freezes(
             BlockWeightsNotFoundError, match=r"an adapter of peft: open it by PeftModel\.from_pretrained"
         ):
             model.load_trained(tmp_path / "lora")
+        with pytest.raises(WeightsMismatchError, match="with an adapter of peft in the model: add it before"):
+            model.load_trained(tmp_path / "both")
+        adapted = peft.PeftModel.from_pretrained(model, tmp_path / "lora")
         model.load_trained(tmp_path / "prompts")
-        assert torch.equal(peft.PeftModel.from_pretrained(model, tmp_path / "lora")(input_ids=ids).logits, expected)
+        assert torch.equal(model.tuned_prompts.shallow, before)
+        model.load_trained(tmp_path / "both")
+        assert torch.equal(adapted(input_ids=ids).logits, expected)
+    with swarm_model(llama, swarm, "ptune") as model:  # frozen by hand: no news
+        model.tuned_prompts.requires_grad_(False)
+        model.train()(ids)
+    assert caplog.text.count("used but not trained") == 1
     with swarm_model(llama, swarm, None) as model:
         with pytest.raises(WeightsMismatchError, match='tuning_mode="ptune", pre_seq_len=5'):
             model.load_trained(tmp_path / "prompts")

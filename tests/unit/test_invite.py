@@ -52,12 +52,17 @@ def test_where_only_an_invite_or_a_name_can_stand_any_file_is_an_invite(
     monkeypatch.chdir(tmp_path)
     Path("invite.txt").write_text(f"join us: {PRIVATE}\n")
     Path("ours").mkdir()
+    Path("poems").write_text("Roses are red.")
+    Path("picture").write_bytes(b"\xff\xd8\xff")
     assert all(map(names_invite, (str(PRIVATE), "nosuch.swarm", "invite.txt")))
     assert read_invite("invite.txt") == PRIVATE
-    assert not any(map(names_invite, ("ours", "invite", "invite.tx", "ours of 2026", "x" * 5000)))
-    for missing in ("./invite.tx", "/nowhere/invite", "nosuch/invite"):
-        with pytest.raises(ConfigurationError, match=f"there is no file {missing}: give an invite"):
+    names = "ours", "poems", "picture", "invite", "invite.tx", "ours of 2026", "me/poet", "x" * 5000
+    assert not any(map(names_invite, names))
+    for missing in ("./invite.tx", "/nowhere/invite", "../nosuch", "invit.txt"):
+        with pytest.raises(ConfigurationError, match=f"there is no file {missing}, and an invite begins with swarm:"):
             names_invite(missing)
+    with pytest.raises(ConfigurationError, match=r"\./poems must hold one invite"):
+        names_invite("./poems")
 
 
 def test_an_invite_is_one_word_for_any_shell() -> None:

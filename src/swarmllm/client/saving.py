@@ -6,6 +6,7 @@ the directory fails, instead of making up the blocks that are not in it. Adapter
 
 import json
 import logging
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError, StrictDataclassError
+from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -23,14 +25,17 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 from swarmllm.config import default_cache_dir, hub_token
 from swarmllm.errors import BlockWeightsNotFoundError, ConfigurationError, CorruptWeightsError, WeightsMismatchError
 from swarmllm.files import replace_file, replaced
-from swarmllm.models.architecture import TASK_TAGS, Task
+from swarmllm.models.architecture import TASK_TAGS, Task, text_config
 from swarmllm.models.checkpoint.checkpoint import ADAPTER_CONFIG, Checkpoint
 from swarmllm.models.checkpoint.fingerprint import fingerprint
 from swarmllm.models.checkpoint.sources import Source, find_source, first_line, read_object
+from swarmllm.models.shell.loading import require_head_settings
 from swarmllm.version import __version__
 
 logger = logging.getLogger(__name__)
 
+_OF_PEFT = re.compile("|".join(rf"\b{re.escape(one)}" for one in sorted({*PEFT_TYPE_TO_PREFIX_MAPPING.values()})))
+"""In the names of tensors that peft has put into a model, and saves itself."""
 OWN_TENSORS = "swarmllm_client.safetensors"
 HEAD_SETTINGS = ("id2label", "label2id", "problem_type", "pad_token_id")
 """Fields of the config that `load_trained` takes over: heads and pipelines read them, and no tensor shows them."""
@@ -195,6 +200,12 @@ def _require_fit(model: Any, directory: str, saved_class: str, found: dict[str, 
                 raise CorruptWeightsError(
                     f"{name} in {directory} holds NaN, so its training has diverged: load an earlier one"
                 )
+        elif _OF_PEFT.search(name):
+            if name in found:
+                raise WeightsMismatchError(
+                    f"{directory} was saved with an adapter of peft in the model: add it before, by "
+                    "PeftModel.from_pretrained(model, …) or get_peft_model"
+                )
         elif "tuned_prompts." in name:
             raise WeightsMismatchError(f"{name} in {directory} doesn't fit: {_how_to_tune(found)}")
         else:
@@ -222,11 +233,14 @@ def _head_settings(model: Any, source: Source) -> dict[str, Any]:
     try:
         saved = read_object(path)
         named = {name: value for name in HEAD_SETTINGS if (value := saved.get(name)) is not None}
+        require_head_settings(named, getattr(text_config(config), "vocab_size", None))
         kept = {name: getattr(PreTrainedConfig(**named), name) for name in named}
     except (ConfigurationError, StrictDataclassError, ValueError, TypeError, AttributeError) as error:
         raise CorruptWeightsError(f"{path} can't be read as a config: {first_line(error)}") from None
-    if len(kept.get("id2label", usual.id2label)) != config.num_labels or not _is_token(kept.get("pad_token_id", 0)):
-        raise CorruptWeightsError(f"{path} is damaged: its labels or its pad_token_id are not those of a saved head")
+    if (count := len(kept.get("id2label", usual.id2label))) != config.num_labels:
+        raise WeightsMismatchError(
+            f"{path} names {count} labels, and this model has {config.num_labels}: open it with num_labels={count}"
+        )
     if kept.get("id2label") == usual.id2label:  # nobody has named them, so names that were given here stay
         kept = {name: value for name, value in kept.items() if not name.endswith(("2label", "2id"))}
     changed = {name: value for name, value in kept.items() if value != getattr(config, name, None)}
@@ -234,10 +248,6 @@ def _head_settings(model: Any, source: Source) -> dict[str, Any]:
         if (was := getattr(config, name, None)) not in (None, getattr(usual, name, None)):
             logger.warning("config.%s is %r now, as it was saved, in place of %r", name, value, was)
     return changed
-
-
-def _is_token(value: object) -> bool:
-    return type(value) is int and -1 <= value < 2**31
 
 
 def _read_tensors(directory: str | Path, source: Source) -> tuple[dict[str, str], dict[str, Tensor]]:

@@ -33,7 +33,7 @@ from swarmllm.command_line import (
 from swarmllm.config import in_file, require_addresses, state_dir
 from swarmllm.errors import ConfigurationError
 from swarmllm.files import replace_file, user_path
-from swarmllm.invite import Invite, is_invite, names_invite, read_invite
+from swarmllm.invite import Invite, names_invite, read_invite
 from swarmllm.machines.settings import MachineConfig
 from swarmllm.machines.state import StateDirectory
 from swarmllm.server.downloads import in_background
@@ -108,7 +108,7 @@ def parse_up(argv: Sequence[str] | None) -> tuple[UpConfig, Invite | None]:
     """
     settings = build_parser().parse_settings(argv)
     word = settings.pop("invite", None)
-    if word is None and len(devices := settings.get("device", ())) > 1 and is_invite(devices[-1]):
+    if word is None and len(devices := settings.get("device", ())) > 1 and names_invite(devices[-1]):
         *settings["device"], word = devices  # --device takes all words that follow
     if word is not None and not names_invite(word):
         raise ConfigurationError(

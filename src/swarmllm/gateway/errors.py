@@ -3,8 +3,8 @@
 {"error": {"message": "…", "type": "invalid_request_error", "param": "max_tokens", "code": "context_length_exceeded"}}
 """
 
+import re
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
@@ -70,8 +70,8 @@ class ApiError(Exception):
         return cls(500, "the gateway failed; its log says more", code="internal_error")
 
     @classmethod
-    def invalid(cls, error: ValidationError, names: Mapping[str, str] = MappingProxyType({})) -> "ApiError":
-        """The first error in a request's body. `names`: other names of its fields, under which the client knows them.
+    def invalid(cls, error: ValidationError) -> "ApiError":
+        """The first error in a request's body.
 
         If a field may have several types, an error within the type that fits is more useful than "no other type fits".
         """
@@ -80,13 +80,20 @@ class ApiError(Exception):
         errors = error.errors(include_url=False, include_input=False, include_context=False)
         of_types = max(errors, key=lambda e: len(e["loc"]))
         first = next((e for e in errors if not e["type"].endswith(("_type", "_parsing"))), of_types)
-        param = names.get(str(first["loc"][0]), str(first["loc"][0])) if first["loc"] else None
-        inner = (str(part) for part in first["loc"][1:] if not _names_a_type(part))
-        where = ".".join((param, *inner)) if param is not None else ""
+        param = str(first["loc"][0]) if first["loc"] else None
+        where = ".".join(str(part) for part in first["loc"] if not _names_a_type(part))
         message = first["msg"].removeprefix("Value error, ")
         if first["type"] in ("model_type", "dict_type"):
             message = "Input should be an object"
         return cls(400, f"{where}: {message}" if where else message, param=param, code="invalid_value")
+
+    def renamed(self, names: Mapping[str, str]) -> "ApiError":
+        """The same with other names of fields, under which the client knows them."""
+        message, param = str(self), self.param
+        first = re.match(r"\w*", message)[0]  # type: ignore[index]  # an empty word matches, too
+        message = names.get(first, first) + message[len(first) :]
+        param = names.get(param, param) if param is not None else None
+        return ApiError(self.status, message, code=self.code, param=param, retry_after_s=self.retry_after_s)
 
     @property
     def type(self) -> str:

@@ -200,20 +200,22 @@ class Members:
             self._spawn(self._tell_wait(wait_for, invite), name="tell that homes are missing")
         self._spawn(self._drive(), name="rounds").add_done_callback(self._driver_ended)
         self._spawn(self._tell_rounds(), name="tell that rounds don't end")
-        try:
-            async with asyncio.timeout(ALONE_AFTER_S if resumes else None):
-                await self._wait_until_together(wait_for)
-        except TimeoutError:
-            logger.warning("%d of %d homes are here after %.0f s; going on", self.num_members, wait_for, ALONE_AFTER_S)
-            self._waits = False
-            await self._wait_until_together(1)
-
-    async def _wait_until_together(self, wait_for: int) -> None:
-        async with self._moved:
-            await self._moved.wait_for(lambda: self._problem is not None or self._is_together(wait_for))
+        if not await self._are_together(wait_for, ALONE_AFTER_S if resumes else None):
+            here = min(wait_for, self.num_members)
+            if here < wait_for:
+                logger.warning("%d of %d homes are here after %.0f s; going on", here, wait_for, ALONE_AFTER_S)
+            if not await self._are_together(here, ALONE_AFTER_S):  # those that are here may be slow to send their state
+                await self._are_together(1, None)
         self._waits = False
         if self._problem is not None:
             raise self._problem
+
+    async def _are_together(self, wait_for: int, timeout_s: float | None) -> bool:
+        """Wait until so many members have the same state, or there is a problem."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s), self._moved:
+                return await self._moved.wait_for(lambda: self._problem is not None or self._is_together(wait_for))
+        return False
 
     async def _take_texts(self) -> None:
         """Get the common texts that most members name."""

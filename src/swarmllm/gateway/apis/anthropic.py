@@ -327,7 +327,9 @@ class Anthropic(Dialect):
         models = self._responder.models
         async with models.using(models.named, body.model) as model:
             chat = await translated(num_bytes, body.as_chat, model, NAMES)
-            return await self._responder.answer(request, chat, num_bytes, AnthropicAnswer, stream=bool(body.stream))
+            return await self._responder.answer(
+                request, chat, num_bytes, AnthropicAnswer, stream=bool(body.stream), names=NAMES
+            )
 
     @post("/v1/messages/count_tokens", "Count the tokens of a conversation.", CountRequest, answer_types=(JSON,))
     async def count_tokens(self, request: Request) -> Response:

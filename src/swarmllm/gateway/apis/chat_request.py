@@ -128,7 +128,7 @@ class ChatMessage(Body):
             raise ValueError("only messages of the assistant can have tool_calls")
         if (self.role == "tool") != (self.tool_call_id is not None):
             raise ValueError("a message has the role tool if it has a tool_call_id, and only then")
-        if self.role != "assistant" and self.content in (None, []):
+        if self.role not in ("assistant", "tool") and self.content in (None, []):
             raise ValueError(f"a message of the role {self.role} needs content, which may be empty text")
         return self
 

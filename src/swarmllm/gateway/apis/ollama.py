@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -63,13 +63,6 @@ class Options(Body):
             raise ValueError("repeat_last_n can only be -1 here with a repeat_penalty: leave one of them out")
         return self
 
-    @field_validator("num_predict")
-    @classmethod
-    def _writes_something(cls, value: int | None) -> int | None:
-        if value == 0:
-            raise ValueError("give at least 1, or -1 for as many as there is room for")
-        return value
-
     def hints(self) -> list[str]:
         return [] if self.repeat_last_n in (None, -1) else ["repeat_last_n"]
 
@@ -118,7 +111,10 @@ class OllamaRequest(Body):
                 "mirostat_tau": given.mirostat_tau,
                 "mirostat_eta": given.mirostat_eta,
             }
-        if given.num_predict is not None and given.num_predict >= 0:
+        if given.num_predict == 0:
+            message = "options.num_predict: give at least 1, or -1 for as many as there is room for"
+            raise ApiError(400, message, param="options.num_predict", code="invalid_value")
+        if given.num_predict is not None and given.num_predict > 0:
             found["max_tokens"] = given.num_predict
         return found
 
@@ -185,7 +181,7 @@ class OllamaChat(OllamaRequest):
         for one in self.messages:
             said: dict[str, Any] = {
                 "role": one.role,
-                "content": _content(one.content, one.images),
+                "content": _content(one.content or "", one.images),
                 "reasoning_content": one.thinking,
             }
             if one.role == "tool":
@@ -433,6 +429,7 @@ class Ollama(Dialect):
                 partial(OllamaAnswer, is_chat=is_chat),
                 stream=body.stream is not False,
                 default_max_tokens=MOST_FILLED * self._responder.config.default_max_tokens if body.fills else None,
+                names=NAMES,
             )
 
     @get("/api/tags", "List the models, as Ollama does.")

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from pydantic import ValidationError
@@ -20,6 +21,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from swarmllm.api import ConfigurationError
 from swarmllm.gateway.apis.chat_request import ChatMessage, ChatRequest, picture_urls
 from swarmllm.gateway.apis.remote_pictures import RemotePictures
 from swarmllm.gateway.apis.request_bodies import (
@@ -153,11 +155,6 @@ class Answer:
             if event.error is not None and self.error is None:
                 self.error = ApiError.of(event.error)
         return event
-
-    @property
-    def says_something(self) -> bool:
-        """A part of the answer has come."""
-        return any(choice.logprobs for choice in self._choices)
 
     def begin(self) -> bytes:
         """The start of a stream."""
@@ -303,13 +300,17 @@ class Responder:
         *,
         stream: bool,
         default_max_tokens: int | None = None,
+        names: Mapping[str, str] = MappingProxyType({}),
     ) -> Response:
-        """Generate, and answer in this shape.
+        """Generate, and answer in this shape. `names`: of OpenAI's fields, in the API of the request.
 
         Raises:
             ApiError, SwarmError: the request can't be answered.
         """
-        answering, answer = await self.begin(body, num_bytes, request.scope[CALLER], shape, default_max_tokens)
+        try:
+            answering, answer = await self.begin(body, num_bytes, request.scope[CALLER], shape, default_max_tokens)
+        except (ApiError, ConfigurationError) as error:
+            raise ApiError.of(error).renamed(names) from error
         if stream:
             return StreamedAnswer(answering, answer)
         async with cancelled_when_gone(request.receive, answering):
@@ -357,36 +358,48 @@ class StreamedAnswer(Response):
         super().__init__(headers=headers, media_type=answer.media_type)
         self._answering = answering
         self._answer = answer
+        self._has_begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(key, value) for key, value in self.raw_headers if key != b"content-length"]
         async with cancelled_when_gone(receive, self._answering):
-            lines = stream(self._answering, self._answer)
-            first = b"" if self._answering.place else await anext(lines)  # those in the queue see their place now
-            if self._answer.error is not None and not self._answer.says_something:
-                raise self._answer.error
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            await send({"type": "http.response.body", "body": first, "more_body": True})
-            async for data in lines:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            lines = self._lines()
+            first = asyncio.ensure_future(anext(lines))
+            try:
+                if not self._answering.place:  # those in the queue see their place at once
+                    await asyncio.wait((first,), timeout=KEEPALIVE_S)
+                if first.done():
+                    first.result()  # raises the failure
+                self._has_begun = True
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                await send({"type": "http.response.body", "body": await first, "more_body": True})
+                async for data in lines:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+            finally:
+                first.cancel()
 
+    async def _lines(self) -> AsyncIterator[bytes]:
+        """The bytes of the stream. Events that come at the same time go out together, its start with the first ones.
 
-async def stream(answering: Answering, answer: Answer) -> AsyncIterator[bytes]:
-    """The bytes of a stream. Events that come at the same time go out together, and its start with the first ones: a
-    failure before them is the first item."""
-    start = answer.begin()
-    while not answering.has_ended:
-        events = await answering.some(KEEPALIVE_S)
-        lines = b"".join(map(answer.pieces, events))
-        if answer.error is not None:
-            answering.cancel()
-            yield start + lines + answer.failure(answer.error)
-            return
-        if lines := lines or (b"" if events else answer.sign_of_life):
-            yield start + lines
-            start = b""
-    yield start + answer.end()
+        Raises:
+            ApiError: it has failed before it has begun.
+        """
+        answering, answer = self._answering, self._answer
+        start = answer.begin()
+        while not answering.has_ended:
+            events = await answering.some(KEEPALIVE_S)
+            lines = b"".join(map(answer.pieces, events))
+            if answer.error is not None:
+                answering.cancel()
+                if not lines and not self._has_begun:
+                    raise answer.error
+                yield start + lines + answer.failure(answer.error)
+                return
+            if lines := lines or (b"" if events else answer.sign_of_life):
+                yield start + lines
+                start = b""
+        yield start + answer.end()
 
 
 def sse(data: dict[str, Any], kind: str | None = None) -> bytes:
@@ -451,7 +464,7 @@ async def translated(
     try:
         return await aside(num_bytes, lambda: translate(given))
     except ValidationError as error:
-        raise ApiError.invalid(error, names) from None
+        raise ApiError.invalid(error).renamed(names) from None
 
 
 def read_request(kind: type[Kind], body: bytes | dict[str, Any], *, lenient: bool) -> Kind:

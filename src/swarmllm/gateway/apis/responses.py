@@ -446,7 +446,7 @@ class Responses(Dialect):
                 self._stored.keep(name, owner, response, items)
 
         shape = partial(ResponsesAnswer, request=body, keep=keep)
-        return await self._responder.answer(request, chat, num_bytes, shape, stream=bool(body.stream))
+        return await self._responder.answer(request, chat, num_bytes, shape, stream=bool(body.stream), names=NAMES)
 
     @get("/v1/responses/{name}", "Read a response that is kept.", errors=(401, 403, 404))
     async def response(self, request: Request) -> Response:

@@ -441,9 +441,10 @@ class TrainingNotices:
         if prompts is not None and not self._told_of_prompts and not prompts.shallow.requires_grad:
             self._told_of_prompts = True
             logger.warning(
-                "the prompts of tuning_mode are used but not trained, because peft freezes what isn't its own, and it "
-                "doesn't save them with its adapter: save them before, with save_pretrained() of the base model, and "
-                "to train them as well call tuned_prompts.requires_grad_(True)"
+                "the prompts of tuning_mode are used but not trained, because peft freezes what isn't its own: to "
+                "train them as well, call tuned_prompts.requires_grad_(True). peft doesn't save them with its adapter: "
+                "the base model's save_pretrained() does, and load_trained() loads them, after "
+                "PeftModel.from_pretrained()"
             )
 
     def tell(self, model: PreTrainedModel) -> None:

@@ -8,6 +8,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
+from numbers import Integral
 from types import MappingProxyType
 from typing import Any
 from weakref import WeakValueDictionary
@@ -47,13 +48,23 @@ PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_class
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "num_labels": (lambda value: type(value) is int and value > 0, "a whole number above 0"),
     "id2label": (
-        lambda value: isinstance(value, Mapping) and {*map(str, value)} == {*map(str, range(len(value)))} != set(),
+        lambda value: (
+            isinstance(value, Mapping)
+            and {*map(str, value)} == {*map(str, range(len(value)))} != set()
+            and all(isinstance(name, str) for name in value.values())
+        ),
         "names of the labels 0, 1, 2 and so on",
     ),
-    "label2id": (lambda value: isinstance(value, Mapping), "the numbers of labels, by their names"),
-    "problem_type": (lambda value: value in PROBLEM_TYPES, f"one of {', '.join(PROBLEM_TYPES)}"),
+    "label2id": (
+        lambda value: isinstance(value, Mapping) and all(type(number) is int for number in value.values()),
+        "the numbers of labels, by their names",
+    ),
+    "problem_type": (
+        lambda value: isinstance(value, str) and value in PROBLEM_TYPES,
+        f"one of {', '.join(PROBLEM_TYPES)}",
+    ),
     "classifier_dropout": (lambda value: isinstance(value, int | float) and 0 <= value <= 1, "a share from 0 to 1"),
-    "use_cache": (lambda value: not isinstance(value, str), "true or false, without quotation marks"),
+    "use_cache": (lambda value: isinstance(value, bool | int | list), "true or false, without quotation marks"),
 }
 """What such a field can be; fields that are missing are as the last one."""
 _OTHERWISE = ("dtype", "torch_dtype", "tie_word_embeddings", "attn_implementation", "experts_implementation")
@@ -153,14 +164,16 @@ def _with_head_settings(checkpoint: Checkpoint, hf_kwargs: dict[str, Any]) -> Ch
     """
     config = checkpoint.config
     fields = {*config.to_dict(), *config.attribute_map, "num_labels", "problem_type"}.difference(_OTHERWISE)
-    settings = {name: hf_kwargs.pop(name) for name in sorted(fields & hf_kwargs.keys())}
+    settings = {name: _plain(hf_kwargs.pop(name)) for name in sorted(fields & hf_kwargs.keys())}
     for name, value in settings.items():
         if not HEAD_SETTINGS.fullmatch(name) and value != (was := getattr(config, name, None)):
             raise ConfigurationError(
                 f"{name}={value!r} can't be given here, because servers run the blocks by the checkpoint's config, "
                 f"which has {was!r}: leave it out, or serve a checkpoint that was saved with it"
             )
-    _require_settings(settings, getattr(text_config(config), "vocab_size", None))
+    require_head_settings(settings, getattr(text_config(config), "vocab_size", None))
+    if settings.get("num_labels", 0) is None:  # as if it were left out
+        del settings["num_labels"]
     if not settings:
         return checkpoint
     changed = copy.copy(checkpoint)
@@ -171,13 +184,18 @@ def _with_head_settings(checkpoint: Checkpoint, hf_kwargs: dict[str, Any]) -> Ch
     return changed
 
 
-def _require_settings(settings: Mapping[str, Any], vocab_size: int | None) -> None:
+def _plain(value: Any) -> Any:
+    """A whole number of another kind, such as numpy's, as Python's."""
+    return value if isinstance(value, bool) or not isinstance(value, Integral) else int(value)
+
+
+def require_head_settings(settings: Mapping[str, Any], vocab_size: int | None) -> None:
     """Raise ConfigurationError unless a head can have these settings: transformers takes most of what it can't use."""
     for name, value in settings.items():
         if name.endswith("_token_id"):
             ids = value if isinstance(value, list | tuple) and name == "eos_token_id" else [value]
             is_right = all(type(one) is int and -1 <= one < (vocab_size or 1 << 31) for one in ids)
-            kind = f"a token id of the model, below {vocab_size}"
+            kind = "a token id of the model" + (f", below {vocab_size}" if vocab_size else "")
         else:
             is_possible, kind = _KINDS.get(name, _KINDS["use_cache"])
             is_right = is_possible(value)

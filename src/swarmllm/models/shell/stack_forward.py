@@ -270,9 +270,8 @@ def _given(stack: PreTrainedModel, kwargs: dict[str, Any]) -> Tensor:
         raise ConfigurationError("give the model either input_ids or inputs_embeds")
     if not isinstance(given, Tensor) or (ids is not None and (ids.is_floating_point() or ids.dtype == torch.bool)):
         name, kind = ("inputs_embeds", "numbers") if ids is None else ("input_ids", "token ids")
-        raise ConfigurationError(
-            f"{name} must be a tensor of {kind}, not {getattr(given, 'dtype', type(given).__name__)}"
-        )
+        found = given.dtype if isinstance(given, Tensor) else type(given).__name__
+        raise ConfigurationError(f"{name} must be a tensor of {kind}, not {found}")
     if 0 in given.shape:
         raise ConfigurationError(f"the text is empty: {list(given.shape)}")
     width = getattr(stack.get_input_embeddings(), "embedding_dim", None)
@@ -314,8 +313,9 @@ def _adapter(
         shell.swarm_notices.tell(shell)
     in_blocks = prefix if prefix is not None else shell.tuned_prompts
     prompts = () if in_blocks is None else in_blocks.patches()
-    adapter, trained = adapters.collect(getattr(shell, "peft_config", None) or {}, prompts, shell.device.type)
-    if torch.is_grad_enabled() and (shell.training or any(one.requires_grad for one in trained)):
+    tuners = getattr(shell, "peft_config", None) or {}
+    adapter, trained = adapters.collect(tuners, prompts, shell.device.type)
+    if tuners and torch.is_grad_enabled() and any(one.requires_grad for one in trained):
         shell.swarm_notices.tell_of_prompts(shell.tuned_prompts)
     if cache is not None:
         cache.adapter, cache.begun_in_training = adapter, shell.training
