@@ -20,7 +20,13 @@ from swarmllm.models.quantization import QUANT_TYPES, Quantization, kernels
 from swarmllm.models.quantization.block_search import quantize
 from swarmllm.models.quantization.decoded import FORMS, KERNELS, KINDS, Published
 from swarmllm.models.quantization.kernels import ROUNDED
-from swarmllm.models.quantization.loading import Whole, check_rounded, resolve_activations, round_inputs
+from swarmllm.models.quantization.loading import (
+    FEW_BITS,
+    Whole,
+    check_rounded,
+    resolve_activations,
+    round_inputs,
+)
 from swarmllm.models.quantization.nf4 import Nf4
 from swarmllm.models.quantization.packed import Int8, LlmInt8, Packed, exact_inputs, rounding
 from swarmllm.models.quantization.weight import QuantizedWeight
@@ -289,6 +295,19 @@ def test_types_that_never_round_are_refused_before_they_are_read(quant_type: str
     else:
         with pytest.raises(ConfigurationError, match=f"--quant_type {quant_type} can't be multiplied by rounded"):
             resolved("int8", comes_packed=False)
+
+
+@pytest.mark.parametrize("quant_type", ["int8", "q8_0", "q6_k", "q5_k", "q4_k", "nf4"])
+def test_with_avx2_alone_auto_rounds_for_weights_in_strips(quant_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    quantization, strips = Quantization(quant_type), kernels.strips_version  # type: ignore[arg-type]
+    monkeypatch.setattr(kernels, "multiplies_bytes", lambda: False)
+    monkeypatch.setattr(kernels, "strips_version", lambda: min(2, strips()))
+    found = resolve_activations("auto", torch.device("cpu"), quantization, comes_packed=False)
+    assert found == ("auto" if quant_type in FEW_BITS and strips() else "none")
+    assert (quant_type in FEW_BITS) == (quant_type in ("q5_k", "q4_k"))
+    assert resolve_activations("auto", torch.device("cpu"), quantization, comes_packed=True) == "none"
+    monkeypatch.setattr(kernels, "strips_version", lambda: 0)
+    assert resolve_activations("auto", torch.device("cpu"), quantization, comes_packed=False) == "none"
 
 
 @pytest.mark.parametrize(("columns", "expected"), [(768, ["none", "int8", "int8"]), (576, ["none", "int8", "auto"])])

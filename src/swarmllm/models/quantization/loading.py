@@ -358,6 +358,8 @@ def check_rounding(modules: Iterable[nn.Module], known: set[object], *, if_faste
                 known.add(kind)
 
 
+FEW_BITS = ("q4_k", "q5_k")
+"""Types of `--quant_type` whose strips are multiplied as bytes with AVX2 alone, too."""
 EXACT_TYPES = ("none", "llm_int8")
 """Types of `--quant_type` whose inputs are never rounded here. In others of them some matrices are stored in int8."""
 
@@ -382,7 +384,8 @@ def check_rounded(matrix: Packed) -> None:
 def resolve_activations(wanted: str, device: torch.device, quantization: Quantization, *, comes_packed: bool) -> str:
     """The user's choice for this device and these weights. `comes_packed`: the checkpoint's own types are kept.
 
-    auto is none where the processor doesn't multiply bytes faster than floats.
+    auto is none where the processor doesn't multiply bytes faster than floats. With AVX2 alone it does that for strips
+    of 4 and 5 bits (q4_k, 128 inputs, Zen 2: 2.5 times as fast), and not for others.
 
     Raises:
         ConfigurationError: inputs can't be rounded here.
@@ -396,7 +399,10 @@ def resolve_activations(wanted: str, device: torch.device, quantization: Quantiz
             "--activations out, or serve with --quant_type int8, q8_0, q6_k, q5_k or q4_k"
         )
     if wanted == "auto":
-        return "auto" if device.type == "cpu" and kernels.multiplies_bytes() else "none"
+        gains = kernels.multiplies_bytes() or (
+            not comes_packed and quantization.quant_type in FEW_BITS and kernels.has_strips(kernels.Q4_0)
+        )
+        return "auto" if device.type == "cpu" and gains else "none"
     return wanted
 
 
