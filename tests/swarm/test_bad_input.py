@@ -409,10 +409,7 @@ def models(llama: Path, swarm: LocalSwarm) -> Iterator[dict[str, Any]]:
         ({"num_labels": 3, "id2label": {0: "a"}}, "num_labels is 3, but id2label names 1"),
         ({"label2id": ["a"]}, "label2id must be the numbers of labels"),
         ({"problem_type": "regresion"}, "problem_type must be one of regression, single_label"),
-        *(
-            ({"pad_token_id": one}, "pad_token_id must be a token id of the model")
-            for one in ("x", 1.5, -5, 10**7, [1])
-        ),
+        *(({"pad_token_id": one}, "pad_token_id must be a token id of the model") for one in ("x", 1.5, -5, [1])),
         ({"eos_token_id": [1, "x"]}, "eos_token_id must be a token id"),
         ({"use_cache": "no"}, "use_cache must be true or false, without quotation marks"),
         ({"output_hidden_states": "no"}, "output_hidden_states must be true or false"),

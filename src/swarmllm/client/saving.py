@@ -231,8 +231,8 @@ def _head_settings(model: Any, source: Source) -> dict[str, Any]:
         return {}
     config, usual = model.config, PreTrainedConfig(num_labels=model.config.num_labels)
     try:
-        saved = read_object(path)
-        named = {name: value for name in HEAD_SETTINGS if (value := saved.get(name)) is not None}
+        saved, own = read_object(path), json.loads(config.to_json_string(use_diff=False))
+        named = {name: saved[name] for name in HEAD_SETTINGS if saved.get(name) not in (None, own.get(name))}
         require_head_settings(named, getattr(text_config(config), "vocab_size", None))
         kept = {name: getattr(PreTrainedConfig(**named), name) for name in named}
     except (ConfigurationError, StrictDataclassError, ValueError, TypeError, AttributeError) as error:
@@ -243,11 +243,10 @@ def _head_settings(model: Any, source: Source) -> dict[str, Any]:
         )
     if kept.get("id2label") == usual.id2label:  # nobody has named them, so names that were given here stay
         kept = {name: value for name, value in kept.items() if not name.endswith(("2label", "2id"))}
-    changed = {name: value for name, value in kept.items() if value != getattr(config, name, None)}
-    for name, value in changed.items():
+    for name, value in kept.items():
         if (was := getattr(config, name, None)) not in (None, getattr(usual, name, None)):
             logger.warning("config.%s is %r now, as it was saved, in place of %r", name, value, was)
-    return changed
+    return kept
 
 
 def _read_tensors(directory: str | Path, source: Source) -> tuple[dict[str, str], dict[str, Tensor]]:

@@ -28,7 +28,6 @@ from swarmllm.models.architecture import (
     stack_module,
     stack_root,
     stacks,
-    text_config,
 )
 from swarmllm.models.checkpoint.checkpoint import Checkpoint, resolve_dtype
 from swarmllm.models.checkpoint.skeleton import drop_blocks, load_pruned, on_meta, pruned
@@ -171,7 +170,7 @@ def _with_head_settings(checkpoint: Checkpoint, hf_kwargs: dict[str, Any]) -> Ch
                 f"{name}={value!r} can't be given here, because servers run the blocks by the checkpoint's config, "
                 f"which has {was!r}: leave it out, or serve a checkpoint that was saved with it"
             )
-    require_head_settings(settings, getattr(text_config(config), "vocab_size", None))
+    require_head_settings(settings)
     if settings.get("num_labels", 0) is None:  # as if it were left out
         del settings["num_labels"]
     if not settings:
@@ -189,8 +188,11 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, bool) or not isinstance(value, Integral) else int(value)
 
 
-def require_head_settings(settings: Mapping[str, Any], vocab_size: int | None) -> None:
-    """Raise ConfigurationError unless a head can have these settings: transformers takes most of what it can't use."""
+def require_head_settings(settings: Mapping[str, Any], vocab_size: int | None = None) -> None:
+    """Raise ConfigurationError unless a head can have these settings: transformers takes most of what it can't use.
+
+    `vocab_size`: where it won't grow any more. Users name the token of padding that they are going to add.
+    """
     for name, value in settings.items():
         if name.endswith("_token_id"):
             ids = value if isinstance(value, list | tuple) and name == "eos_token_id" else [value]
