@@ -263,19 +263,24 @@ def test_homes_with_other_rules_or_models_are_told_so(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_five_homes_that_join_at_once_take_part(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Two of them have the same data, so their differences are equal. Nobody is called a liar, and all end alike."""
+    """Two of them have the same data, so their differences are equal. Nobody is called a liar, and all end alike.
+
+    They wait for each round: in the background one that is slow has a round more than the others.
+    """
     first = tmp_path / "0"
     found: dict[int, tuple[Together, torch.nn.Linear]] = {}
     ready = threading.Barrier(5)
 
     def founder() -> None:
-        found[0] = small_home(first, "a run", 0, 40, wait_for=6)
+        found[0] = small_home(first, "a run", 0, 40, wait_for=6, in_background=False)
 
     def joins(number: int) -> Callable[[], None]:
         def join() -> None:
             invite = invite_of(first)
             ready.wait(200)
-            found[number] = small_home(tmp_path / str(number), invite, min(number, 4), 40, wait_for=6)
+            found[number] = small_home(
+                tmp_path / str(number), invite, min(number, 4), 40, wait_for=6, in_background=False
+            )
 
         return join
 
