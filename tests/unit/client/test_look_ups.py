@@ -33,7 +33,7 @@ class Empty:
     [
         ((2, 3), None, "--block_indices 2:4 --initial_peers /ip4/1.2.3.4/tcp/5/p2p/12D3"),
         ((2, 3), "friends", "--block_indices 2:4 --initial_peers INVITE"),
-        ((), None, "of org/model (waited 20 s)"),  # spans that can't be joined
+        ((), None, "of org/model (waited 33 s)"),  # spans that can't be joined
     ],
 )
 async def test_missing_blocks(
@@ -43,7 +43,7 @@ async def test_missing_blocks(
     look_ups = LookUps(config, name="org/model", fingerprint="f", num_blocks=4, check_greeting=lambda *_: None)
     monkeypatch.setattr(look_ups, "_directory", Empty(), raising=False)
     look_ups.snapshot = SwarmSnapshot(4, (ServerInfo(peer_id="1" * 52, start=0, end=2),))
-    error = await look_ups.explained(MissingBlocksError("nobody serves them", missing), None, "")
+    error = await look_ups.explained(MissingBlocksError("nobody serves them", missing), None, "", 32.8)
     assert str(error).endswith(end)
     assert error.block_idxs == missing
 

@@ -74,7 +74,7 @@ class Routes:
 
     async def find_soon(self, span: Span, costs: RouteCosts | None = None, *, patient: bool = False) -> list[RouteHop]:
         """`find`, without waiting for pings. `patient`: also wait for blocks that servers are loading."""
-        self._distances.used_at = time.monotonic()
+        self._distances.used_at = began = time.monotonic()
         costs = costs or self.costs()
         await self._know_enough()
         await self._meet_voters()
@@ -89,7 +89,8 @@ class Routes:
                 if now > deadline:
                     left_out = self._left_out(error)
                     self.give_up()
-                    raise await self._look_ups.explained(error, self._active_adapter.wanted, left_out) from None
+                    adapter, waited_s = self._active_adapter.wanted, now - began
+                    raise await self._look_ups.explained(error, adapter, left_out, waited_s) from None
                 if not self._snapshot.servers:
                     await self._look_ups.check_fingerprint()
             await self._look_for_others(span)

@@ -240,10 +240,13 @@ class LookUps:
                     f"than yours ({self.fingerprint[:12]}): use the same revision and files as its servers"
                 )
 
-    async def explained(self, error: MissingBlocksError, adapter: str | None, left_out: str) -> MissingBlocksError:
+    async def explained(
+        self, error: MissingBlocksError, adapter: str | None, left_out: str, waited_s: float = 0.0
+    ) -> MissingBlocksError:
         """The error with a text that names the mend.
 
-        `adapter`: the adapter that servers must have; `left_out`: half a sentence about servers with other weights.
+        `adapter`: the adapter that servers must have; `left_out`: half a sentence about servers with other weights;
+        `waited_s`: seconds for which the caller has waited for them.
         """
         names = sorted({record.name for record in (await self._directory.models()).values()})
         if settings := self._refused_by(error.block_idxs):
@@ -271,7 +274,7 @@ class LookUps:
             )
         if left_out:
             return MissingBlocksError(f"{error} of {self.name}{left_out}", error.block_idxs)
-        text = f"{error} of {self.name} (waited {self.config.route_timeout_s:.0f} s)"
+        text = f"{error} of {self.name} (waited {waited_s:.0f} s)"
         if missing := error.block_idxs:  # empty if the servers' spans can't be joined
             text += f": {how_to_serve(missing, self.name, self.config.initial_peers, self._swarm_name)}"
         return MissingBlocksError(text, missing)
