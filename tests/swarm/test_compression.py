@@ -47,14 +47,15 @@ def test_logits_and_bytes_of_a_batch(packed: Any, model: Any, local: PreTrainedM
     assert sent_bytes(packed, ids) < 0.35 * sent_bytes(model, ids)  # float32 in 8 bits, sent to each of two servers
 
 
-@pytest.mark.parametrize(("num_tokens", "num_sessions"), [(192, 1), (200, 2)], ids=["whole pages", "rests"])
+@pytest.mark.parametrize(("num_tokens", "num_sessions"), [(192, 1), (200, 3)], ids=["whole pages", "rests"])
 def test_generation_is_the_same_each_time_and_by_whatever_way(
     num_tokens: int, num_sessions: int, llama: Path, swarm: LocalSwarm, packed: Any
 ) -> None:
     """Relaying rounded tensors keeps their numbers, so results are the same with and without pushes.
 
     A prompt that goes in whole pages has the same numbers the first time. Else servers that have its pages compute the
-    rests of chunks alone from the second time on, with other last bits.
+    rests of chunks alone from the second time on, with other last bits. Where these depend on the number of tokens (as
+    on Zen 2), the second server gets them only then, and keeps new pages, so all is the same from the third time on.
     """
     ids = prompt(1, num_tokens)
     for _ in range(num_sessions):
