@@ -91,7 +91,8 @@ def test_a_gap_is_told_soon() -> None:
                 response = gateway.http.post(path, json={**body, "stream": stream})
                 assert response.status_code == 503, path
                 assert response.headers["retry-after"]
-                assert "4:8" in response.json()["error"] if path == "/api/chat" else response.json()["error"]["message"]
+                error = response.json()["error"]
+                assert "4:8" in (error if path == "/api/chat" else error["message"])
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"])

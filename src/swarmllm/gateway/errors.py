@@ -89,10 +89,12 @@ class ApiError(Exception):
 
     def renamed(self, names: Mapping[str, str]) -> "ApiError":
         """The same with other names of fields, under which the client knows them."""
-        message, param = str(self), self.param
-        first = re.match(r"\w*", message)[0]  # type: ignore[index]  # an empty word matches, too
+        if self.code == "unknown_parameter":  # it names what the client has sent
+            return self
+        message = str(self)
+        first = re.split(r"\W", message, maxsplit=1)[0]
         message = names.get(first, first) + message[len(first) :]
-        param = names.get(param, param) if param is not None else None
+        param = None if self.param is None else names.get(self.param, self.param)
         return ApiError(self.status, message, code=self.code, param=param, retry_after_s=self.retry_after_s)
 
     @property

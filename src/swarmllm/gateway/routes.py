@@ -5,7 +5,7 @@ A handler carries its route as a decorator (`@get`, `@post`, `@delete`, `@websoc
 key. This module knows no API by name.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, TypeVar
@@ -144,6 +144,9 @@ class Routes:
     error_paths: ClassVar[tuple[str, ...]] = ()
     """Begins of the paths whose errors `error_body` writes; the longest that fits counts."""
 
+    field_names: ClassVar[Mapping[str, str]] = {}
+    """Names that fields of OpenAI's chats have on these paths."""
+
     @staticmethod
     def error_body(error: ApiError) -> dict[str, Any]:
         """The JSON of an error."""
@@ -170,7 +173,7 @@ class RouteTable:
 
     def __init__(self, kinds: Sequence[type[Routes]]) -> None:
         self._endpoints = [endpoint for kind in kinds for _, endpoint in kind.endpoints()]
-        self._error_bodies = {begin: kind.error_body for kind in kinds for begin in kind.error_paths}
+        self._of_errors = {begin: kind for kind in kinds for begin in kind.error_paths}
         self._rated = frozenset(one.path for one in self._endpoints if one.is_rated)
         self._free = [compile_path(one.path)[0] for one in self._endpoints if not one.needs_key]
         self.paths = frozenset(one.path for one in self._endpoints if "{" not in one.path)
@@ -186,8 +189,10 @@ class RouteTable:
 
     def answer(self, error: ApiError, path: str) -> Response:
         """The answer to a request of that path, with the error in the shape of its API."""
-        fitting = [begin for begin in self._error_bodies if path.startswith(begin)]
-        return error.response(self._error_bodies[max(fitting, key=len)](error) if fitting else error.body())
+        fitting = [begin for begin in self._of_errors if path.startswith(begin)]
+        kind = self._of_errors[max(fitting, key=len)] if fitting else Routes
+        error = error.renamed(kind.field_names)
+        return error.response(kind.error_body(error))
 
     @cached_property
     def document(self) -> dict[str, Any]:

@@ -149,8 +149,6 @@ class Members:
         self._own_offer: Offer | None = None
         self._vote: VoteHeader | None = None
         self._problem: SwarmError | None = None
-        self._waits = True
-        """Whether this home waits for others before it begins."""
         self._peer: Peer | None = None
 
     # For `Together`
@@ -196,8 +194,7 @@ class Members:
             await self._take_texts()
         if all(one is None or one.round < self.state.round for one in self.rounds.others.values()):
             await self._move_to(self.state, ())
-        if self.num_members < wait_for:
-            self._spawn(self._tell_wait(wait_for, invite), name="tell that homes are missing")
+        telling = self._spawn(self._tell_wait(wait_for, invite), name="tell that homes are missing")
         self._spawn(self._drive(), name="rounds").add_done_callback(self._driver_ended)
         self._spawn(self._tell_rounds(), name="tell that rounds don't end")
         if not await self._are_together(wait_for, ALONE_AFTER_S if resumes else None):
@@ -206,7 +203,7 @@ class Members:
                 logger.warning("%d of %d homes are here after %.0f s; going on", here, wait_for, ALONE_AFTER_S)
             if not await self._are_together(here, ALONE_AFTER_S):  # those that are here may be slow to send their state
                 await self._are_together(1, None)
-        self._waits = False
+        telling.cancel()
         if self._problem is not None:
             raise self._problem
 
@@ -229,9 +226,10 @@ class Members:
             logger.warning("nobody sends the common texts of this run, so this home doesn't measure on them")
 
     async def _tell_wait(self, wait_for: int, invite: Path) -> None:
-        while self._waits and not self._is_together(wait_for):
-            text = "%d of %d homes are here; waiting for the others, which join with the invite in %s"
-            logger.warning(text, self.num_members, wait_for, invite)
+        while True:
+            if self.num_members < wait_for:
+                text = "%d of %d homes are here; waiting for the others, which join with the invite in %s"
+                logger.warning(text, self.num_members, wait_for, invite)
             await asyncio.sleep(TELL_WAIT_S)
 
     async def _tell_rounds(self) -> None:

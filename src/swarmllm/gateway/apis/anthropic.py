@@ -319,6 +319,7 @@ class Anthropic(Dialect):
     """Handlers of Anthropic's API."""
 
     error_paths = ("/v1/messages",)
+    field_names = NAMES
     error_body = staticmethod(error_body)
 
     @post("/v1/messages", "Answer a conversation, as Anthropic's API does.", MessagesRequest)
@@ -326,17 +327,15 @@ class Anthropic(Dialect):
         body, num_bytes = await self._responder.read(request, MessagesRequest)
         models = self._responder.models
         async with models.using(models.named, body.model) as model:
-            chat = await translated(num_bytes, body.as_chat, model, NAMES)
-            return await self._responder.answer(
-                request, chat, num_bytes, AnthropicAnswer, stream=bool(body.stream), names=NAMES
-            )
+            chat = await translated(num_bytes, body.as_chat, model)
+            return await self._responder.answer(request, chat, num_bytes, AnthropicAnswer, stream=bool(body.stream))
 
     @post("/v1/messages/count_tokens", "Count the tokens of a conversation.", CountRequest, answer_types=(JSON,))
     async def count_tokens(self, request: Request) -> Response:
         body, num_bytes = await self._responder.read(request, CountRequest)
         models = self._responder.models
         async with models.using(models.named, body.model) as model:
-            chat = await translated(num_bytes, body.as_chat, model, NAMES)
+            chat = await translated(num_bytes, body.as_chat, model)
             _, (prompt,), _ = await self._responder.prepare(chat, num_bytes, request.scope[CALLER])
         free_memory([prompt])
         return JSONResponse({"input_tokens": len(prompt)})

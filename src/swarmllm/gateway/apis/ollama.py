@@ -396,6 +396,7 @@ class Ollama(Dialect):
     """Handlers of Ollama's API."""
 
     error_paths = ("/api/",)
+    field_names = NAMES
     error_body = staticmethod(error_body)
 
     def __init__(self, responder: Responder) -> None:
@@ -421,7 +422,7 @@ class Ollama(Dialect):
                 )
                 found = {"model": model.name, "created_at": now(), **empty}
                 return JSONResponse({**found, "done": True, "done_reason": "load"})  # it is open now
-            asked = await translated(num_bytes, body.asked, model, NAMES)
+            asked = await translated(num_bytes, body.asked, model)
             return await self._responder.answer(
                 request,
                 asked,
@@ -429,7 +430,6 @@ class Ollama(Dialect):
                 partial(OllamaAnswer, is_chat=is_chat),
                 stream=body.stream is not False,
                 default_max_tokens=MOST_FILLED * self._responder.config.default_max_tokens if body.fills else None,
-                names=NAMES,
             )
 
     @get("/api/tags", "List the models, as Ollama does.")

@@ -8,11 +8,10 @@ import asyncio
 import json
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from pydantic import ValidationError
@@ -21,7 +20,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from swarmllm.api import ConfigurationError
 from swarmllm.gateway.apis.chat_request import ChatMessage, ChatRequest, picture_urls
 from swarmllm.gateway.apis.remote_pictures import RemotePictures
 from swarmllm.gateway.apis.request_bodies import (
@@ -300,17 +298,13 @@ class Responder:
         *,
         stream: bool,
         default_max_tokens: int | None = None,
-        names: Mapping[str, str] = MappingProxyType({}),
     ) -> Response:
-        """Generate, and answer in this shape. `names`: of OpenAI's fields, in the API of the request.
+        """Generate, and answer in this shape.
 
         Raises:
             ApiError, SwarmError: the request can't be answered.
         """
-        try:
-            answering, answer = await self.begin(body, num_bytes, request.scope[CALLER], shape, default_max_tokens)
-        except (ApiError, ConfigurationError) as error:
-            raise ApiError.of(error).renamed(names) from error
+        answering, answer = await self.begin(body, num_bytes, request.scope[CALLER], shape, default_max_tokens)
         if stream:
             return StreamedAnswer(answering, answer)
         async with cancelled_when_gone(request.receive, answering):
@@ -453,10 +447,8 @@ async def aside(num_bytes: int, function: Callable[[], Result]) -> Result:
     return function() if num_bytes < LARGE_BYTES else await asyncio.to_thread(function)
 
 
-async def translated(
-    num_bytes: int, translate: Callable[[Given], Translated], given: Given, names: Mapping[str, str]
-) -> Translated:
-    """Translate a request of so many bytes into a chat or a completion. `names`: of OpenAI's fields, in this API.
+async def translated(num_bytes: int, translate: Callable[[Given], Translated], given: Given) -> Translated:
+    """Translate a request of so many bytes into a chat or a completion.
 
     Raises:
         ApiError: the result is no valid chat.
@@ -464,7 +456,7 @@ async def translated(
     try:
         return await aside(num_bytes, lambda: translate(given))
     except ValidationError as error:
-        raise ApiError.invalid(error).renamed(names) from None
+        raise ApiError.invalid(error) from None
 
 
 def read_request(kind: type[Kind], body: bytes | dict[str, Any], *, lenient: bool) -> Kind:

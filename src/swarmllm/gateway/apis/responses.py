@@ -422,6 +422,9 @@ class StoredResponses:
 class Responses(Dialect):
     """Handlers of OpenAI's responses."""
 
+    error_paths = ("/v1/responses",)
+    field_names = NAMES
+
     def __init__(self, responder: Responder) -> None:
         super().__init__(responder)
         self._stored = StoredResponses(responder.config.max_stored_bytes)
@@ -438,7 +441,7 @@ class Responses(Dialect):
             earlier = self._stored.get(body.previous_response_id, owner)
             before, num_before = [*earlier.items, *earlier.response["output"]], earlier.num_bytes
         num_all = num_bytes + num_before
-        chat = await translated(num_all, body.as_chat, before, NAMES)
+        chat = await translated(num_all, body.as_chat, before)
         items = [*before, *await aside(num_bytes, lambda: [one.model_dump(exclude_none=True) for one in body.items()])]
 
         def keep(name: str, response: dict[str, Any]) -> None:
@@ -446,7 +449,7 @@ class Responses(Dialect):
                 self._stored.keep(name, owner, response, items)
 
         shape = partial(ResponsesAnswer, request=body, keep=keep)
-        return await self._responder.answer(request, chat, num_bytes, shape, stream=bool(body.stream), names=NAMES)
+        return await self._responder.answer(request, chat, num_bytes, shape, stream=bool(body.stream))
 
     @get("/v1/responses/{name}", "Read a response that is kept.", errors=(401, 403, 404))
     async def response(self, request: Request) -> Response:

@@ -384,8 +384,8 @@ def check_rounded(matrix: Packed) -> None:
 def resolve_activations(wanted: str, device: torch.device, quantization: Quantization, *, comes_packed: bool) -> str:
     """The user's choice for this device and these weights. `comes_packed`: the checkpoint's own types are kept.
 
-    auto is none where the processor doesn't multiply bytes faster than floats. With AVX2 alone it does that for strips
-    of 4 and 5 bits (q4_k, 128 inputs, Zen 2: 2.5 times as fast), and not for others.
+    auto is none where rounded inputs are no faster. With AVX2 alone only those of 4 and 5 bits in strips are (q4_k,
+    128 inputs, Zen 2: 2.5 times).
 
     Raises:
         ConfigurationError: inputs can't be rounded here.
