@@ -47,9 +47,9 @@ ARCHITECTURES = {
 }
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 """Relative. Rounding to bfloat16 in other places than the reference changes which expert a token goes to."""
-ROUNDS_MORE = {"zamba2": 2}
-"""Times that. Its state spaces add roundings up: 0.106 on a processor with AVX2 alone, where products add up in another
-order, below 0.1 with AVX-512."""
+NO_WORSE = 1.5
+"""Times the error of bfloat16's own products, from those in float32: some models add roundings up. Measured with AVX2
+alone: up to 0.27 (bloom in 2 bits) by torch, 0.04 by our kernels."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -102,7 +102,7 @@ def _dequantized(blocks: BlockSpan, like: BlockSpan) -> BlockSpan:
         weight = modules.get(name)
         if isinstance(weight, QuantizedWeight):
             assert weight.shape == parameter.shape
-            parameter.data = weight.dequantize().contiguous()
+            parameter.data = weight.dequantize().contiguous().to(like.dtype)
     return like
 
 
@@ -118,7 +118,7 @@ def test_computes_with_the_dequantized_weights(model_type: str, dtype: torch.dty
     save_tiny(model_type, tmp_path)
     checkpoint = open_checkpoint(str(tmp_path))
     full = load_block_span(checkpoint, Span(0, 4), dtype=dtype, progress=False)
-    tolerance = TOLERANCES[dtype] * ROUNDS_MORE.get(model_type, 1)
+    exact = load_block_span(checkpoint, Span(0, 4), dtype=torch.float32, progress=False)
     for quant_type in ("int8", "nf4", _one_of_few_bits(model_type)):
         quantization = EVERYTHING[quant_type]
         blocks = load_block_span(checkpoint, Span(0, 4), dtype=dtype, quantization=quantization, progress=False)
@@ -127,11 +127,13 @@ def test_computes_with_the_dequantized_weights(model_type: str, dtype: torch.dty
         assert blocks.dtype == dtype
         with torch.no_grad():
             decoded = _decode(blocks)
-        outputs, gradients = _forward_and_gradients(blocks)  # after inference has run
-        wanted_outputs, wanted_gradients = _forward_and_gradients(reference)
-        assert _error(decoded, _decode(reference)) <= tolerance
-        assert _error(outputs, wanted_outputs) <= tolerance
-        assert _error(gradients, wanted_gradients) <= tolerance
+        got = decoded, *_forward_and_gradients(blocks)  # after inference has run
+        usual, wanted = (
+            (_decode(one), *_forward_and_gradients(one)) for one in (reference, _dequantized(blocks, exact))
+        )
+        for mine, torchs, right in zip(got, usual, wanted, strict=True):
+            usual_error = _error(torchs, right)
+            assert _error(mine, right) <= NO_WORSE * usual_error or _error(mine, torchs) <= TOLERANCES[dtype]
 
 
 @pytest.mark.parametrize(

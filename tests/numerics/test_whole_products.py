@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from swarmllm.models.quantization import kernels, whole
-from swarmllm.models.quantization.whole import BLOCKS, MOST_INPUTS, Linear, Order, _How, _multiply, _Whole, hasten
+from swarmllm.models.quantization.whole import BLOCKS, MANY, MOST_INPUTS, Linear, Order, _How, _multiply, _Whole, hasten
 
 DTYPES = (torch.float32, torch.bfloat16)
 LEVELS = [level for level in (3, 4) if kernels.library() is not None and level <= kernels.library().swarmllm_level()]
@@ -40,7 +40,10 @@ def taken(module: nn.Linear) -> set[int]:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(
     ("rows", "columns"),
-    [(512, 512), (128, 1408), (192, 576), (320, 2112), (256, 260), (100, 700), (50, 1501), (1001, 1024)],
+    [
+        *((512, 512), (128, 1408), (192, 576), (320, 2112), (256, 260), (100, 700), (50, 1501), (1001, 1024)),
+        *((64, 1376), (70, 880), (65, 80)),
+    ],
 )
 def test_the_bits_are_torchs(
     rows: int, columns: int, bias: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -48,10 +51,12 @@ def test_the_bits_are_torchs(
     monkeypatch.setattr(whole, "SMALLEST", 1)
     monkeypatch.setattr(whole, "_is_faster", lambda *_: True)
     monkeypatch.setattr(whole, "_found", {})
+    monkeypatch.setattr(whole, "AT_ONCE", 128)
     module = hastened(rows, columns, dtype, bias=bias)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for num_inputs, seed in itertools.product((*range(1, MOST_INPUTS + 1), MOST_INPUTS + 1, 40), range(3)):
+        numbers = *range(1, MOST_INPUTS + 2), 40, 41, 64, 127, 300
+        for num_inputs, seed in itertools.product(numbers, range(3)):
             inputs = torch.randn(num_inputs, columns, generator=generator) * 10.0 ** (seed - 1)
             for shape in ((num_inputs, columns), (1, num_inputs, columns), (num_inputs, 1, columns)):
                 given = inputs.to(dtype).view(shape)
@@ -169,7 +174,9 @@ def test_what_torch_multiplies(known: nn.Linear) -> None:
         for inputs in (wide[:, :512], wide[:, 1::2], aligned[0], aligned[:0], torch.randn(512, 2).bfloat16().T):
             assert not ours(known, inputs)
         assert not ours(known, wide.flatten()[1:1025].view(2, 512)), "within a line of the caches"
-        assert not ours(known, torch.randn(MOST_INPUTS + 1, 512).bfloat16())
+        are_many_known = whole.of_inputs(known.weight, MANY, has_bias=True) is not None
+        for num_inputs in (MOST_INPUTS + 1, MANY, 300):
+            assert ours(known, torch.randn(num_inputs, 512).bfloat16()) == are_many_known
         before = torch.backends.mkldnn.set_flags(_enabled=False)
         try:
             assert not ours(known, aligned)
@@ -359,12 +366,13 @@ def in_lanes_late(products: Numbers, lanes: int) -> Numbers:
 
 
 def eights(products: Numbers) -> Numbers:
+    body = products.shape[1] // 64 * 64
     sums = [
-        [in_turn(products[:, 8 * which + lane :: 64], 0, products.shape[1] // 64, 1) for lane in range(8)]
+        [in_turn(products[:, 8 * which + lane : body : 64], 0, body // 64, 1) for lane in range(8)]
         for which in range(8)
     ]
     by_lane = [halved([sums[which][lane] for which in range(8)]) for lane in range(8)]
-    return halved(by_lane)
+    return rounded(halved(by_lane) + in_turn(products, body, products.shape[1], 8))
 
 
 def in_tiles(products: Numbers, block: int) -> Numbers:
@@ -401,7 +409,9 @@ FUSED = (Order.CHAINED, Order.TWOS, Order.IN_LANES, Order.IN_LANES_LATE)
 @needs_kernels
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0].order.name.lower()}-{case[0].block}-{case[1]}"[:-2])
-@pytest.mark.parametrize(("rows", "columns"), [(16, 64), (35, 704), (64, 1280), (27, 334), (24, 65), (19, 333)])
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(16, 64), (35, 704), (64, 1280), (27, 336), (27, 334), (24, 65), (19, 333)]
+)
 def test_each_order(
     case: tuple[_How, torch.dtype, Callable[[Numbers], Numbers]],
     rows: int,

@@ -1,4 +1,5 @@
-"""Where a processor multiplies bfloat16 slowly, float32 does it: from the same weights, and at least as exactly."""
+"""Where a processor multiplies bfloat16 slowly: torch's bits where its order is known, and otherwise products in
+float32, from the same weights, and at least as exactly."""
 
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from swarmllm.data_structures import Span
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
-from swarmllm.models.quantization import QuantizedWeight, kernels, loading
+from swarmllm.models.quantization import QuantizedWeight, kernels, loading, whole
 from swarmllm.models.quantization.line import why_no_steps
 from swarmllm.models.quantization.loading import NATIVE_TOKENS, Whole, check_matrix
 from swarmllm.models.span.block_span import BlockSpan
@@ -98,6 +99,44 @@ def test_blocks(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert (got - wanted).norm() <= 1.1 * (usual - wanted).norm()
 
 
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma3_text", "mixtral"])
+def test_blocks_have_the_bits_of_torch_where_its_order_is_known(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a bias and without, also where gradients are wanted."""
+    save_tiny(model_type, tmp_path)
+    native = load(tmp_path)
+    assert not held(native)
+    slow_bfloat16(monkeypatch)
+    monkeypatch.setattr(whole, "_is_faster", lambda *_: True)
+    monkeypatch.setattr(whole, "_found", {})
+    blocks = load(tmp_path)
+    matrices = [one.packed.codes if one.ndim == 2 else one.packed.codes[0] for one in held(blocks).values()]
+    if not all(whole.knows(one, whole.MANY) for one in matrices):
+        pytest.skip("torch adds in another order here")
+    generator = torch.Generator().manual_seed(0)
+    for seq_len in (1, 2, 5, 17, 33, 100, 257):
+        hidden = torch.randn(2, seq_len, blocks.embedding_dim, generator=generator).bfloat16()
+        for leaf in (hidden, hidden.clone().requires_grad_()):
+            inputs = BlockInputs(hidden_states=leaf, batch_size=2, seq_len=seq_len)
+            assert torch.equal(blocks.forward(inputs), native.forward(inputs)), (seq_len, leaf.requires_grad)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_gradients(has_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_bfloat16(monkeypatch)
+    weight, bias, inputs, grads = (
+        torch.randn(*shape).bfloat16() for shape in ((32, 64), (32,), (3, 5, 64), (3, 5, 32))
+    )
+    results = []
+    for linear in (Whole(weight, torch.bfloat16).linear, lambda inputs, bias: F.linear(inputs, weight, bias)):
+        leaves = [one.clone().requires_grad_() for one in ([inputs, bias] if has_bias else [inputs])]
+        outputs = linear(leaves[0], leaves[1] if has_bias else None)
+        results.append([outputs, *torch.autograd.grad(outputs, leaves, grads)])
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=2**-6, atol=2**-4)
+
+
 @pytest.mark.parametrize(("speedup", "dtype"), [(loading.WORTH - 0.1, torch.bfloat16), (7.0, torch.float32)])
 def test_where_nothing_changes(
     speedup: float, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -135,9 +174,11 @@ def test_steps_are_lines(model_type: str, tmp_path: Path, monkeypatch: pytest.Mo
 def test_transposed_weights_and_unknown_orders_are_recorded_for_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model's own code multiplies more of them in float32, recorded steps in bfloat16."""
     known = {4, 5, 6, 7, 8}
-    monkeypatch.setattr(loading.whole, "of_inputs", lambda _, num_inputs, has_bias: num_inputs in known or None)
+    monkeypatch.setattr(whole, "knows", lambda _, num_inputs: num_inputs in known)
     weight = torch.randn(64, 64).bfloat16()
     assert Whole(weight, torch.bfloat16).most_inputs() == 8
     assert Whole(weight.mT, torch.bfloat16).most_inputs() == NATIVE_TOKENS
+    known.add(kernels.NO_LIMIT)
+    assert Whole(weight, torch.bfloat16).most_inputs() == kernels.NO_LIMIT
     known.remove(5)
     assert Whole(weight, torch.bfloat16).most_inputs() == NATIVE_TOKENS

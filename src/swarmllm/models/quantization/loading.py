@@ -4,10 +4,10 @@ It uses transformers' own extension point for quantizers. At most one weight is 
 several tensors of a checkpoint become one parameter (fused experts). Used by `skeleton.load_pruned`.
 
 `hold_whole` is for weights that stay in bfloat16. On a processor without instructions for it (AVX2: most desktops),
-PyTorch multiplies bfloat16 at a tenth of the speed of float32, however many tokens there are. So some rows at a time
-are converted, which is exact, and multiplied in float32; the result is rounded once. That is at least as close to
-float32's result as PyTorch's own product. A few tokens are multiplied with PyTorch's bits (`whole`). On other
-processors nothing changes, and weights in float32 are never touched.
+PyTorch multiplies bfloat16 at a tenth of the speed of float32, however many tokens there are. `whole` knows its order
+there and has its bits. Where it doesn't, and for gradients, some rows at a time are converted, which is exact, and
+multiplied in float32; the result is rounded once. That is at least as close to float32's result as PyTorch's own
+product. On other processors nothing changes, and weights in float32 are never touched.
 
 `check_quantized` is a self-test when quantized blocks are loaded: kernels differ between processors, and some have
 been wrong without an error. It multiplies by some rows of one weight of each kind and shape, with a few tokens and
@@ -237,20 +237,29 @@ class Whole(Packed):
     def _output_scale(self) -> None:
         return None
 
-    def _kernel_takes(self, inputs: Tensor) -> bool:
-        if inputs.dtype != self.codes.dtype:
+    def _kernel_takes(self, inputs: Tensor, bias: Tensor | None = None) -> bool:
+        if inputs.dtype != self.codes.dtype or (bias is not None and bias.dtype != inputs.dtype):
             return False
-        return len(inputs) <= NATIVE_TOKENS or whole.takes(whole.at_line(inputs), self.codes)
+        return len(inputs) <= NATIVE_TOKENS or whole.takes(whole.at_line(inputs), self.codes, bias)
 
-    def _multiply_by_kernel(self, inputs: Tensor) -> Tensor:
-        return whole.linear(whole.at_line(inputs), self.codes)
+    def _multiply_by_kernel(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
+        return whole.linear(whole.at_line(inputs), self.codes, bias)
+
+    def multiply_and_add(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
+        """Rounded once where that is torch's product."""
+        if bias is not None and len(inputs) and self._kernel_takes(inputs, bias):
+            return self._multiply_by_kernel(inputs, bias)
+        return super().multiply_and_add(inputs, bias)
 
     def most_inputs(self) -> int:
         """The number of inputs up to which recorded steps multiply as fast as `multiply`, in the same way."""
-        several, codes = range(NATIVE_TOKENS + 1, RECORDED_TOKENS + 1), self.codes
-        is_usual = codes.ndim == 2 and codes.is_contiguous()  # others are torch's in recorded steps
-        is_known = is_usual and all(whole.of_inputs(codes, num, has_bias=False) is not None for num in several)
-        return RECORDED_TOKENS if is_known else NATIVE_TOKENS
+        if self.codes.ndim > 2 or not self.codes.is_contiguous():  # these are torch's in recorded steps
+            return NATIVE_TOKENS
+        for most in (kernels.NO_LIMIT, RECORDED_TOKENS):
+            several = (*range(NATIVE_TOKENS + 1, RECORDED_TOKENS + 1), most)
+            if all(whole.knows(self.codes, num) for num in several):
+                return most
+        return NATIVE_TOKENS
 
 
 def hold_whole(model: PreTrainedModel) -> None:
@@ -270,8 +279,10 @@ def hold_whole(model: PreTrainedModel) -> None:
         module = model.get_submodule(path)
         _install_whole(module, leaf, Whole)
         held: QuantizedWeight = module.get_submodule(leaf)
-        if held.ndim == 2:
-            whole.find_orders(held.packed.codes, threads=whole.likely_threads())
+        codes = held.packed.codes
+        one = codes if codes.ndim == 2 else codes[0]  # experts have the same shape
+        has_bias = leaf == "weight" and module._parameters.get("bias") is not None
+        whole.find_orders(one, has_bias=has_bias, threads=whole.likely_threads())
 
 
 def _install_whole(module: nn.Module, leaf: str, form: Callable[[Tensor, torch.dtype], Packed]) -> None:
@@ -306,9 +317,12 @@ class Observed(Whole):
         return type(self)(codes, self.dtype, self.squares.expand(len(codes), -1), self.num_inputs.expand(len(codes)))
 
     def multiply(self, inputs: Tensor) -> Tensor:
+        return self.multiply_and_add(inputs, None)
+
+    def multiply_and_add(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
         self.squares.add_(inputs.double().square().sum(0))
         self.num_inputs.add_(len(inputs))
-        return F.linear(inputs, self.codes)
+        return F.linear(inputs, self.codes, bias)
 
 
 def observe(block: nn.Module) -> None:

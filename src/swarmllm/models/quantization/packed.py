@@ -135,13 +135,16 @@ class Packed:
         """`inputs @ weight.T + bias`, `[…, in]` → `[…, out]`, with gradients with respect to the inputs."""
         flat = inputs.reshape(-1, inputs.shape[-1])
         if torch.is_grad_enabled() and flat.requires_grad:
-            outputs: Tensor = _Linear.apply(flat, self)  # type: ignore[no-untyped-call]
+            outputs: Tensor = _Linear.apply(flat, self, bias)  # type: ignore[no-untyped-call]
         elif self.rounds_inputs and flat.shape[0] and not _exact.get():
-            outputs = self._multiply_rounded(flat)
+            outputs = _plus(self._multiply_rounded(flat), bias)
         else:
-            outputs = self.multiply(flat)
-        outputs = outputs.view(*inputs.shape[:-1], outputs.shape[-1])
-        return outputs if bias is None else outputs + bias
+            outputs = self.multiply_and_add(flat, bias)
+        return outputs.view(*inputs.shape[:-1], outputs.shape[-1])
+
+    def multiply_and_add(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
+        """`[tokens, in]` → `[tokens, out]` of the inputs' dtype, plus the bias `[out]`."""
+        return _plus(self.multiply(inputs), bias)
 
     def multiply(self, inputs: Tensor) -> Tensor:
         """`[tokens, in]` → `[tokens, out]` of the inputs' dtype."""
@@ -258,6 +261,10 @@ def rounding(form: type[Packed]) -> type[Packed]:
     return type(form.__name__, (form,), {"rounds_inputs": True, "__module__": form.__module__})
 
 
+def _plus(outputs: Tensor, bias: Tensor | None) -> Tensor:
+    return outputs if bias is None else outputs + bias
+
+
 class _Linear(torch.autograd.Function):
     """The weight has no gradient, and nothing is kept but the weight itself.
 
@@ -265,15 +272,16 @@ class _Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Packed) -> Tensor:
+    def forward(ctx: Any, inputs: Tensor, weight: Packed, bias: Tensor | None) -> Tensor:
         tensors = weight.tensors()
         ctx.rebuilt = functools.partial(_rebuilt, type(weight), tuple(tensors), weight.dtype)
         ctx.save_for_backward(*tensors.values())
-        return weight.multiply(inputs)
+        return weight.multiply_and_add(inputs, bias)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.rebuilt(ctx.saved_tensors).multiply_transposed(grads[0]), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor | None]:
+        of_bias = grads[0].sum(0) if ctx.needs_input_grad[2] else None
+        return ctx.rebuilt(ctx.saved_tensors).multiply_transposed(grads[0]), None, of_bias
 
 
 def _rebuilt(form: type[Packed], names: Sequence[str], dtype: torch.dtype, tensors: Sequence[Tensor]) -> Packed:

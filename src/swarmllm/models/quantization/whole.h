@@ -10,7 +10,7 @@
  *   IN_TILES    32 columns after 32, even and odd ones apart: oneDNN's with AMX: whole_tiles.h
  *   FOURS       four sums, each of every fourth column: MKL for two or three inputs, whose processor isn't Intel's
  *   FOURS_LATE  the same, after one to four columns up to an address that is a multiple of 16: MKL for one input
- *   EIGHTS      eight times eight sums: torch's own product in bfloat16 on AVX2
+ *   EIGHTS      eight times eight sums: torch's own product in bfloat16 on AVX2: whole_eights.h
  * And MKL on Intel's processors, in float32:
  *
  *   TWOS           as CHAINED, but with two sums in turn in each block, of 256 columns: AVX2, for three inputs; 4 to 6 and
@@ -277,102 +277,7 @@ INLINE void fours(const whole *w, const float *bias, int64_t start, int64_t end,
     }
 }
 
-/* ------------------------------------------------------------------ EIGHTS */
-
-#if LEVEL == 3
-#define SUMS 8
-#define PAIR 2
-#define MOST 8 /* inputs */
-#define PIECE 1024 /* columns of a pair in float32, and of an input, are in the first cache */
-#define AHEAD_ROWS 4
-
-INLINE vec eight_at(const uint16_t *from) {
-    __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from));
-    return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
-}
-
-/* Rounded to bfloat16, to even. */
-INLINE uint16_t bfloat16_of(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return value != value ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
-/* Of some columns of a row; these are in float32 already if `row` is NULL, in `wide`. */
-INLINE void add_eights(const uint16_t *row, const float *wide, const float *input, int64_t columns, const char *next,
-                       vec *to) {
-    vec sums[SUMS];
-    for (int sum = 0; sum < SUMS; sum++)
-        sums[sum] = to[sum];
-    for (int64_t column = 0; column < columns; column += SUMS * LANES) {
-        if (row)
-            ask(next + column * 2, SUMS * LANES * 2);
-        for (int sum = 0; sum < SUMS; sum++) {
-            int64_t at = column + sum * LANES;
-            sums[sum] = FMA(row ? eight_at(row + at) : LOAD(wide + at), LOAD(input + at), sums[sum]);
-        }
-    }
-    for (int sum = 0; sum < SUMS; sum++)
-        to[sum] = sums[sum];
-}
-
-INLINE float sum_of_eights(vec sums[SUMS]) {
-    for (int apart = SUMS / 2; apart; apart /= 2)
-        for (int sum = 0; sum < apart; sum++)
-            sums[sum] = ADD(sums[sum], sums[sum + apart]);
-    vec sum = ADD(sums[0], _mm256_permute2f128_ps(sums[0], sums[0], 1));
-    sum = ADD(sum, SHUFFLED_IN_FOURS(sum, 0x4e));
-    return _mm256_cvtss_f32(ADD(sum, SHUFFLED_IN_FOURS(sum, 0xb1)));
-}
-
-/* `num` inputs by PAIR rows. Rows are turned into float32 piece by piece, for all inputs, if there are several. */
-INLINE void eights_of(const whole *w, const uint16_t *weights, const float *inputs, int64_t num, float *results) {
-    int64_t columns = w->columns;
-    vec sums[PAIR][MOST][SUMS];
-    float wide[PAIR][PIECE];
-    for (int which = 0; which < PAIR; which++)
-        memset(sums[which], 0, (size_t)num * sizeof sums[which][0]);
-    for (int64_t begin = 0; begin < columns; begin += PIECE) {
-        int64_t some = begin + PIECE < columns ? PIECE : columns - begin;
-        for (int which = 0; which < PAIR; which++) {
-            const uint16_t *row = weights + which * columns + begin;
-            const char *next = (const char *)(row + AHEAD_ROWS * columns);
-            if (num == 1) {
-                add_eights(row, NULL, inputs + begin, some, next, sums[which][0]);
-                continue;
-            }
-            for (int64_t at = 0; at < some; at += LANES) {
-                if (at % (4 * LANES) == 0)
-                    ask(next + at * 2, 64);
-                STORE(wide[which] + at, eight_at(row + at));
-            }
-        }
-        for (int64_t input = 0; num > 1 && input < num; input++)
-            for (int which = 0; which < PAIR; which++)
-                add_eights(NULL, wide[which], inputs + input * columns + begin, some, NULL, sums[which][input]);
-    }
-    for (int which = 0; which < PAIR; which++)
-        for (int64_t input = 0; input < num; input++)
-            results[which * MOST + input] = sum_of_eights(sums[which][input]);
-}
-
-/* Of at most MOST inputs. */
-static void eights(const whole *w, const float *bias, int64_t start, int64_t end, const float *inputs, int64_t num,
-                   uint16_t *outputs) {
-    for (int64_t row = start; row < end; row += PAIR) {
-        int64_t first = row + PAIR <= end ? row : end - PAIR;
-        float results[PAIR * MOST];
-        eights_of(w, (const uint16_t *)w->weights + first * w->columns, inputs, num, results);
-        for (int which = 0; which < PAIR; which++) {
-            for (int64_t input = 0; input < num; input++) {
-                float result = results[which * MOST + input];
-                outputs[input * w->rows + first + which] = bfloat16_of(bias ? result + bias[first + which] : result);
-            }
-        }
-    }
-}
-#endif
-
+#include "whole_eights.h"
 #include "whole_lanes.h"
 #include "whole_pairs.h"
 #include "whole_tiles.h"
@@ -439,7 +344,7 @@ static void some_lanes(const whole *w, const float *bias, int64_t start, int64_t
 
 void OF_LEVEL(multiply_whole)(const whole *w, const float *bias, int64_t start, int64_t end, const char *inputs,
                               int64_t num, char *outputs) {
-    static const int64_t at_once[] = {[CHAINED] = AT_ONCE, [FOURS] = 3, [FOURS_LATE] = 1, [EIGHTS] = 8,
+    static const int64_t at_once[] = {[CHAINED] = AT_ONCE, [FOURS] = 3, [FOURS_LATE] = 1, [EIGHTS] = INT64_MAX,
                                       [TWOS] = 3,          [IN_LANES] = ALL_INPUTS, [IN_LANES_LATE] = 1,
                                       [IN_PAIRS] = ALL_INPUTS, [IN_TILES] = MOST_IN_TILES};
     int64_t size = w->is_bfloat16 ? 2 : 4, most = at_once[w->order], input_size = takes_floats(w) ? 4 : size;

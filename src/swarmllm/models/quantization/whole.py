@@ -10,7 +10,8 @@ Measured (one thread, 5632×2048 in memory, GB/s of 1, 4 and 8 inputs): bfloat16
 float32 24, 22 and 17, torch 19, 8 and 7. With AVX2 (Zen 4): bfloat16 22, 9 and 5, torch 22, 4.5 and 2.5; float32 24,
 26 and 13, torch 19, 7.5 and 6.5. On an Intel processor whose memory gives 17: float32 15, 13 and 11, torch 15, 7 and 5;
 bfloat16 17, 14 and 11, torch 10, 7 and 6 (weights of a block of hidden 512). With AMX, 100 MB in bfloat16, partly in a
-large cache: 26, 25 and 25, with 16 inputs 24; torch 14, 16 and 16, 14.
+large cache: 26, 25 and 25, with 16 inputs 24; torch 14, 16 and 16, 14. On AVX2 without instructions for bfloat16
+(Zen 2), 10⁹ operations per second in it for 1, 8 and 128 inputs: 15, 45 and 50; torch 8.
 """
 
 import ctypes
@@ -33,6 +34,10 @@ MOST_INPUTS = 32
 """Of the order IN_TILES."""
 MOST_OF_OTHERS = 16
 """Measured with 24: torch is as fast."""
+MANY = 40
+"""Inputs that stand for any larger number in the order EIGHTS: there, torch multiplies each input by itself."""
+AT_ONCE = 512
+"""Inputs that are in float32 at a time."""
 SMALLEST = 1 << 16
 """Numbers of a weight. Assumed: calls take as long as the products of smaller ones."""
 LEAST_ROWS = 16
@@ -49,7 +54,7 @@ MOST_INPUTS_OF_LARGEST = 4
 """Of weights that are tried themselves, because each trial reads all of them. They are heads of large vocabularies."""
 MOST_IN_TILES = 1 << 19
 """Numbers of all inputs, which take 1 MB of a thread's stack, of usually 8."""
-MEASURED = (1, 2, 3, 8, MOST_OF_OTHERS, MOST_INPUTS)
+MEASURED = (1, 2, 3, 8, MOST_OF_OTHERS, MOST_INPUTS, MANY)
 """Numbers of inputs; others are as fast as the next one."""
 FEW_INPUTS, NOT_MUCH_LONGER = 3, 1.2
 """With one thread, so few inputs are ours even if they take longer in the trial: both read memory at its speed, and
@@ -133,7 +138,19 @@ class _Product(NamedTuple):
     @classmethod
     def of(cls, weight: Tensor, num_inputs: int, has_bias: bool, num_threads: int) -> "_Product":
         place = weight.data_ptr() % LINE  # which can matter to torch
-        return cls(place, weight.shape, weight.dtype, num_inputs, has_bias, num_threads, _settings())
+        like = _like(num_inputs, weight.dtype)
+        return cls(place, weight.shape, weight.dtype, like, has_bias, num_threads, _settings())
+
+
+def _like(num_inputs: int, dtype: torch.dtype) -> int:
+    """The number of inputs that is tried in place of so many."""
+    most = MOST_INPUTS if _has_order(Order.IN_TILES, dtype) else MOST_OF_OTHERS
+    return num_inputs if num_inputs <= most else MANY
+
+
+def _has_order(order: Order, dtype: torch.dtype) -> bool:
+    found = library()
+    return found is not None and bool(found.swarmllm_has_order(kernels.level(), dtype == torch.bfloat16, order))
 
 
 def _settings() -> tuple[Any, ...]:
@@ -175,11 +192,10 @@ def find_orders(weight: Tensor, *, has_bias: bool = False, threads: Iterable[int
     of inputs."""
     if library() is None or weight.data_ptr() % weight.itemsize:
         return False
-    most = MOST_INPUTS if weight.nbytes <= LARGEST_TRIED else MOST_INPUTS_OF_LARGEST
+    most = MANY if weight.nbytes <= LARGEST_TRIED else MOST_INPUTS_OF_LARGEST
+    numbers = sorted({_like(num_inputs, weight.dtype) for num_inputs in range(1, most + 1)})
     products = [
-        _Product.of(weight, num_inputs, has_bias, num_threads)
-        for num_threads in threads
-        for num_inputs in range(1, most + 1)
+        _Product.of(weight, num_inputs, has_bias, num_threads) for num_threads in threads for num_inputs in numbers
     ]
     _find(products, weight)
     return any(_found[product] is not None for product in products)
@@ -191,9 +207,17 @@ def linear(inputs: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
     return F.linear(inputs, weight, bias) if whole is None else _multiply(inputs, whole, bias)
 
 
-def takes(inputs: Tensor, weight: Tensor) -> bool:
+def takes(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     """True if `linear` multiplies these faster than torch."""
-    return _whole(inputs, weight, None) is not None
+    return _whole(inputs, weight, bias) is not None
+
+
+def knows(weight: Tensor, num_inputs: int) -> bool:
+    """True if `linear` multiplies so many inputs by such a weight, with a bias and without, as far as it was tried."""
+    num_threads = torch.get_num_threads()
+    both = (_Product.of(weight, num_inputs, has_bias, num_threads) for has_bias in (False, True))
+    tried = [_found[product] for product in both if product in _found]
+    return bool(tried) and None not in tried
 
 
 def at_line(inputs: Tensor) -> Tensor:
@@ -209,7 +233,7 @@ def _whole(inputs: Tensor, weight: Any, bias: Tensor | None) -> _Whole | None:
     if len(shape) != 2 or inputs.ndim < 2 or inputs.shape[-1] != shape[1] or inputs.dtype != dtype:
         return None
     num_inputs = inputs.numel() // max(shape[1], 1)
-    if not 0 < num_inputs <= MOST_INPUTS or _is_watched(inputs, weight, bias):
+    if not num_inputs or _is_watched(inputs, weight, bias):
         return None
     if not (inputs.is_cpu and weight.is_cpu and inputs.is_contiguous() and weight.is_contiguous()):
         return None
@@ -220,7 +244,7 @@ def _whole(inputs: Tensor, weight: Any, bias: Tensor | None) -> _Whole | None:
 
 def of_inputs(weight: Tensor, num_inputs: int, *, has_bias: bool) -> _Whole | None:
     """The weight, as `whole.h` multiplies it by so many inputs; None: torch should."""
-    shape, dtype = weight.shape, weight.dtype
+    shape, dtype, num_inputs = weight.shape, weight.dtype, min(num_inputs, MANY)
     address, num_threads, now = weight.data_ptr(), torch.get_num_threads(), _settings()
     try:
         return _known[address, shape, dtype, num_inputs, has_bias, num_threads, now]
@@ -238,8 +262,11 @@ def of_inputs(weight: Tensor, num_inputs: int, *, has_bias: bool) -> _Whole | No
 def most_inputs(modules: Iterable[nn.Module]) -> int:
     """Inputs up to which recorded steps multiply by the weights of `Linear`s among the modules, and not torch."""
     linears = [one for one in modules if isinstance(one, Linear)]
-    by_tiles = [of_inputs(one.weight, MOST_INPUTS, has_bias=one.bias is not None) for one in linears]
-    return MOST_INPUTS if by_tiles and None not in by_tiles else MOST_OF_OTHERS
+    for most in (kernels.NO_LIMIT, MOST_INPUTS):
+        ours = [of_inputs(one.weight, most, has_bias=one.bias is not None) for one in linears]
+        if ours and None not in ours:
+            return most
+    return MOST_OF_OTHERS
 
 
 def _is_watched(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -263,24 +290,20 @@ def _multiply(inputs: Tensor, whole: _Whole, bias: Tensor | None) -> Tensor:
     num_inputs = inputs.numel() // columns
     outputs = torch.empty((*inputs.shape[:-1], rows), dtype=inputs.dtype)
     wide_bias = None if bias is None else bias.detach().float().contiguous()
-    taken = inputs.float() if whole.order in TAKE_FLOATS else inputs
-    at_inputs, at_outputs = taken.data_ptr(), outputs.data_ptr()
     at_bias = None if wide_bias is None else wide_bias.data_ptr()
-
-    def part(start: int, end: int) -> None:
-        library().swarmllm_multiply_whole(
-            kernels.level(),
-            ctypes.addressof(whole),
-            at_bias,
-            start,
-            end,
-            at_inputs,
-            num_inputs,
-            at_outputs,
-        )
-
-    in_parts(part, rows, rows * columns * inputs.itemsize * num_inputs // WORTH_A_THREAD, LEAST_ROWS)
+    flat, made = inputs.view(-1, columns), outputs.view(-1, rows)
+    for begin in range(0, num_inputs, AT_ONCE):
+        some = flat[begin : begin + AT_ONCE]
+        taken = some.float() if whole.order in TAKE_FLOATS else some
+        to = at_bias, taken.data_ptr(), len(some), made[begin:].data_ptr()
+        bytes_read = rows * columns * inputs.itemsize * len(some)
+        in_parts(functools.partial(_multiply_part, whole, to), rows, bytes_read // WORTH_A_THREAD, LEAST_ROWS)
     return outputs
+
+
+def _multiply_part(whole: _Whole, to: tuple[int | None, int, int, int], start: int, end: int) -> None:
+    at_bias, *others = to
+    library().swarmllm_multiply_whole(kernels.level(), ctypes.addressof(whole), at_bias, start, end, *others)
 
 
 # ---------------------------------------------------------------------- trials
@@ -344,17 +367,18 @@ def _order_of(product: _Product, weight: Tensor, *, is_hard: bool) -> _How | Non
 
 
 def _candidates(product: _Product) -> list[_How]:
-    (rows, columns), is_bfloat16 = product.shape, product.dtype == torch.bfloat16
+    rows, columns = product.shape
     if rows < LEAST_ROWS or columns < LEAST_COLUMNS or product.dtype not in _DTYPES:
         return []
-    known = set(Order) if product.num_inputs <= MOST_OF_OTHERS else {Order.IN_TILES}
+    known = set(Order) if product.num_inputs <= MOST_OF_OTHERS else {Order.IN_TILES, Order.EIGHTS}
+    if product.num_inputs == MANY:
+        known.discard(Order.IN_TILES)
     if product.num_inputs * columns > MOST_IN_TILES:
         known.discard(Order.IN_TILES)
     orders = {
         order
         for order in known
-        if columns % multiple_of(order, product.dtype) == 0
-        and library().swarmllm_has_order(kernels.level(), is_bfloat16, order)
+        if columns % multiple_of(order, product.dtype) == 0 and _has_order(order, product.dtype)
     }
     blocks = {order: [0] for order in orders}
     in_blocks = sorted({min(block, -(-columns // 2) * 2) for block in BLOCKS})  # longer ones are the whole row
@@ -366,7 +390,7 @@ def _candidates(product: _Product) -> list[_How]:
 
 def multiple_of(order: Order, dtype: torch.dtype) -> int:
     """What divides the numbers of columns that such an order has."""
-    return {Order.EIGHTS: 64, Order.IN_TILES: 32, Order.TWOS: 2}.get(order, 2 if dtype == torch.bfloat16 else 1)
+    return {Order.EIGHTS: 16, Order.IN_TILES: 32, Order.TWOS: 2}.get(order, 2 if dtype == torch.bfloat16 else 1)
 
 
 def hard_weight(rows: int, columns: int) -> Tensor:

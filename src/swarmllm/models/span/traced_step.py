@@ -103,7 +103,7 @@ class TracedSteps:
         weights = [one.packed for one in blocks.slots.modules() if isinstance(one, QuantizedWeight)]
         if self.is_exact:
             own = (one.most_inputs() for one in weights if isinstance(one, Whole))
-            return min([whole.most_inputs(blocks.slots.modules()), *own])
+            return min([MOST_ROWS, whole.most_inputs(blocks.slots.modules()), *own])
         forms = {isinstance(one, InStrips) for one in weights if not one.rounds_inputs}
         faster = min([MOST_ROWS, *(kernels.most_rows(blocks.dtype, in_strips=one) for one in forms)])
         return max(kernels.AT_A_TIME, faster)
