@@ -54,6 +54,16 @@ def source(batch: int = 2, length: int = 9) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
+def test_masks_of_floats(model: Any, local: PreTrainedModel) -> None:
+    """As peft makes them for soft prompts."""
+    labels = torch.arange(3, 9)[None].repeat(2, 1)
+    given = {**source(), "attention_mask": source()["attention_mask"].float(), "labels": labels}
+    with torch.no_grad():
+        torch.testing.assert_close(model(**given).logits, local(**given).logits)
+    with pytest.raises(ConfigurationError, match="leave output_hidden_states and output_attentions out"):
+        model(**given, output_attentions=True)
+
+
 @pytest.mark.parametrize(
     "options", [{"do_sample": True, "temperature": 2.0}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=str
 )

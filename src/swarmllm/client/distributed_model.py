@@ -48,7 +48,7 @@ from swarmllm.models.shell.client_shell import embed, head
 from swarmllm.models.shell.hollow_modules import remove_row_hooks
 from swarmllm.models.shell.loading import load_client_shell
 from swarmllm.models.shell.packed_head import keep_head_as_stored, round_head
-from swarmllm.models.shell.remote_cache import RemoteCache
+from swarmllm.models.shell.remote_cache import RemoteCache, one_generate
 from swarmllm.models.shell.stack_forward import SplitForward
 from swarmllm.models.shell.tuned_prompts import TunedPrompts
 from swarmllm.models.span.probe_results import PROBES
@@ -245,7 +245,7 @@ class DistributedModelForCausalLM(DistributedModel):
         if isinstance(ids, Tensor) and ids.ndim < 2:
             raise ConfigurationError(f"input_ids must be [batch, seq], not {list(ids.shape)}")
         try:
-            with generation.continued_session(self, inputs, kwargs) as note:
+            with one_generate(), generation.continued_session(self, (inputs, *args), kwargs) as note:
                 if getattr(super().generate, "__func__", None) is GenerationMixin.generate:
                     generation.add_own_loop(self, (inputs, *args), kwargs)
                 output = super().generate(inputs, *args, **kwargs)

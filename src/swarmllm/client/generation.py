@@ -27,6 +27,7 @@ from transformers import GenerationMixin, LogitsProcessorList, StoppingCriteria,
 from transformers.generation import GenerationMode, StopStringCriteria
 from transformers.generation.logits_process import LogitNormalization
 
+from swarmllm.client.session.inference_session import TextSoFar
 from swarmllm.decoding.methods import padding_lengths, processors_before, processors_behind, tokens_with
 from swarmllm.decoding.options import ADDED, DECODING_TOKENIZER, DecodingOptions
 from swarmllm.errors import ConfigurationError
@@ -43,13 +44,15 @@ _TEXT = frozenset(
     ("input_ids", "attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids", "inputs_embeds")
 )
 """Tensors that every text is given as."""
+_BESIDE_TOKENS = _TEXT - {"input_ids", "attention_mask"}
 
 
 @contextmanager
-def continued_session(model: Any, inputs: Tensor | None, kwargs: dict[str, Any]) -> Iterator[Callable[[Any], None]]:
+def continued_session(model: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Callable[[Any], None]]:
     """Within, `generate()` continues the session that the caller has entered, if any. Call the result with its output.
 
-    The session is rolled back to where it agrees with the given text.
+    The session is rolled back to where it agrees with the given text. It begins anew if tokens and mask don't tell all
+    of the text, or if the loop feeds all of it again.
     """
     session = model.active_cache_session()
     if session is None:
@@ -60,27 +63,75 @@ def continued_session(model: Any, inputs: Tensor | None, kwargs: dict[str, Any])
     require_text_alone(model, "inside an inference session, generate() takes", kwargs)
     if has_vision(model.config):
         forget_offsets(model)
-    input_ids = inputs if inputs is not None else kwargs.get("input_ids")
+    given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+    input_ids = given["inputs"] if given.get("inputs") is not None else given.get("input_ids")
     if input_ids is None:
         raise ConfigurationError("inside an inference session give generate() the input_ids of the whole text so far")
-    config = kwargs.get("generation_config") or model.generation_config
-    rows_per_prompt = max(
-        kwargs.get(name) or getattr(config, name, None) or 1 for name in ("num_beams", "num_return_sequences")
-    )
+    settings = _settings_of(model, given, kwargs)
+    text = TextSoFar(input_ids, _mask_of(input_ids, given.get("attention_mask"), settings), _beside_the_text(model))
+    is_all = not (_has_more_than_tokens(model, given) or settings.token_healing)
+    is_all = is_all and max(settings.num_beams or 1, settings.num_return_sequences or 1) == 1
+    nothing = TextSoFar(input_ids[:, :0], text.mask[:, :0], text.beside)
 
     def note(output: Any) -> None:
-        if rows_per_prompt == 1:
-            sequences = output if isinstance(output, Tensor) else output.sequences
-            session.history = sequences[:, : session.position]
+        if is_all:
+            ids = (output if isinstance(output, Tensor) else output.sequences)[:, : session.position]
+            more = text.mask.new_ones(len(ids), max(0, ids.shape[1] - text.mask.shape[1]))
+            session.history = TextSoFar(ids, torch.cat([text.mask, more], 1)[:, : ids.shape[1]], text.beside)
 
     with session.for_one_text():
-        session.rewind_to(input_ids, rows_per_prompt)
+        if is_all and _feeds_the_rest(settings, given):
+            session.rewind_to(text)
+        else:
+            session.position = 0
         if session.position:
             name = cache_argument(decoder_stack(model))
             kwargs[name] = RemoteCache(model.config, session, input_ids.shape[0])
-        # If this fails or is interrupted, the next call can build only on these ids.
-        session.history = input_ids[:, : 0 if rows_per_prompt > 1 else None]
+        # If this fails or is interrupted, the next call can build only on these.
+        session.history = text if is_all else nothing
         yield note
+
+
+def _settings_of(model: Any, given: dict[str, Any], kwargs: dict[str, Any]) -> Any:
+    """The GenerationConfig of a call of `generate()`."""
+    fields = {name: value for name, value in kwargs.items() if name not in _OF_CALL}
+    settings, _ = model._prepare_generation_config(given.get("generation_config"), **fields)
+    return settings
+
+
+def _feeds_the_rest(settings: Any, given: dict[str, Any]) -> bool:
+    """True if the loop of this call feeds only what a cache lacks. Those that guess feed the whole text at first."""
+    mode = settings.get_generation_mode(given.get("assistant_model"))
+    return mode in _LOOPS and settings.use_cache is not False and given.get("custom_generate") is None
+
+
+def _has_more_than_tokens(model: Any, given: dict[str, Any]) -> bool:
+    """True if tokens and a mask of two axes don't tell all of the text: also with soft prompts of peft, which then
+    prepares the inputs of the model."""
+    mask = given.get("attention_mask")
+    if any(given.get(name) is not None for name in _BESIDE_TOKENS) or (isinstance(mask, Tensor) and mask.ndim != 2):
+        return True
+    tuner = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
+    return bool(getattr(getattr(tuner, "active_peft_config", None), "is_prompt_learning", False))
+
+
+def _mask_of(ids: Tensor, given: Any, settings: Any) -> Tensor:
+    """The given mask, or the one that `generate()` infers from padding, `[batch, seq]` of 0 and 1."""
+    if isinstance(given, Tensor) and given.shape == ids.shape:
+        return (given != 0).to(ids.device, torch.int64)
+    padding = settings.pad_token_id
+    return torch.ones_like(ids) if padding is None else (ids != padding).to(torch.int64)
+
+
+def _beside_the_text(model: Any) -> object:
+    """What the states of a text depend on, on the client, besides the text: hooks on blocks, and whatever is in front
+    of the blocks, with its hooks. Equal as long as none of it changes."""
+    blocks = model.swarm_adapters.blocks
+    stack = decoder_stack(model)
+    others = [one for child in stack.children() if child is not blocks for one in child.modules()]
+    hooks = tuple((*one._forward_pre_hooks, None, *one._forward_hooks) for one in (*blocks.blocks(), *others))
+    tensors = [tensor for one in others for tensor in one._parameters.values() if tensor is not None]
+    return hooks, tuple((tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for tensor in tensors)
 
 
 def require_text_alone(model: Any, what: str, kwargs: dict[str, Any]) -> None:
@@ -123,9 +174,7 @@ def add_own_loop(model: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Non
     guesses = model.speculator is not None and model.speculator.enabled
     if any(given.get(name) for name in _FOR_ONE_LOOP) or not (guesses or model.local_fallback):
         return
-    settings, _ = model._prepare_generation_config(
-        given.get("generation_config"), **{name: value for name, value in kwargs.items() if name not in _OF_CALL}
-    )
+    settings = _settings_of(model, given, kwargs)
     method = _LOOPS.get(settings.get_generation_mode())
     if method is None or settings.token_healing or (method == "_beam_search" and not model.local_fallback):
         return
@@ -313,7 +362,7 @@ def _as_ids(model: Any, prompt: Tensor | Sequence[int]) -> Tensor:
         raise ConfigurationError(
             'a prompt must be token ids, [seq] or [1, seq]: give tokenizer(text, return_tensors="pt").input_ids'
         )
-    return ids.to(model.device)
+    return ids.to(model.device, copy=True)  # the caller may fill the same tensor with the next prompt
 
 
 def _as_they_end(

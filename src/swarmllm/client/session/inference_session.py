@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Self
+from typing import NamedTuple, Self
 
 from torch import Tensor
 
@@ -28,7 +28,7 @@ from swarmllm.client.view.event_loop import EventLoop
 from swarmllm.client.view.swarm_view import SwarmView
 from swarmllm.data_structures import BlockTraits, RouteHop, Span
 from swarmllm.errors import ConfigurationError, SessionClosedError, SwarmError
-from swarmllm.models.boundary.block_inputs import BlockInputs, check_mask
+from swarmllm.models.boundary.block_inputs import BlockInputs, check_mask, check_positions
 from swarmllm.network.wire.messages import MAX_BATCH, MAX_POSITION, Timings
 
 DEFAULT_MAX_LENGTH = 2048
@@ -41,6 +41,17 @@ session here, because it has no argument for it."""
 def entered_session(view: SwarmView) -> "InferenceSession | None":
     """The innermost session of that model whose `with` block this thread or task is in; None if there is none."""
     return next((session for session in reversed(_entered.get()) if session.belongs_to(view)), None)
+
+
+class TextSoFar(NamedTuple):
+    """What `generate()` has fed to a session."""
+
+    ids: Tensor
+    """`[batch, seq]`."""
+    mask: Tensor
+    """Of 0 and 1, `[batch, seq]`: the tokens that others see."""
+    beside: object
+    """Whatever else the states of a text depend on."""
 
 
 class InferenceSession:
@@ -65,8 +76,8 @@ class InferenceSession:
         view.loop.check_open()
         _check_size(max_length, batch_size)
         self.batch_size = batch_size
-        self.history: Tensor | None = None
-        """The token ids `[batch, position]` that the session has seen, if `generate()` fed them; else None."""
+        self.history: TextSoFar | None = None
+        """The text that the session has seen, if `generate()` fed it; else None."""
         self.step_s = 0.0
         """Seconds that the last step took."""
         self._view, self._traits, self._spot_checks, self._local = view, traits, spot_checks, local
@@ -215,22 +226,25 @@ class InferenceSession:
             )
         self._way.position = value
 
-    def rewind_to(self, input_ids: Tensor, rows_per_prompt: int = 1) -> None:
-        """Keep the positions that agree with `input_ids` `[batch, seq]`, and roll the others back.
+    def rewind_to(self, text: TextSoFar) -> None:
+        """Keep the positions that agree with this text, and roll the others back.
 
         `generate()` continues from there, so at least one token is left to compute. Inputs of `step()` have no ids:
-        they count as the beginning of `input_ids`. Nothing is kept if a prompt of this length would compute the
+        they count as the beginning of the text. Nothing is kept if a prompt of this length would compute the
         positions in another way (`BlockTraits.arithmetic`).
         """
-        same = min(self.position, input_ids.shape[1] - 1)
-        if rows_per_prompt > 1 or input_ids.shape[0] != self.batch_size:
+        length, known = text.ids.shape[1], self.history
+        same = min(self.position, length - 1)
+        if text.ids.shape[0] != self.batch_size or (known is not None and known.beside != text.beside):
             same = 0
-        elif self.history is not None:
-            common = min(same, self.history.shape[1])
-            differs = (self.history[:, :common].to(input_ids.device) != input_ids[:, :common]).any(0)
-            same = int(differs.nonzero()[0]) if bool(differs.any()) else common
+        elif known is not None:
+            same = min(same, known.ids.shape[1])
+            other_ids = known.ids[:, :same].to(text.ids.device) != text.ids[:, :same]
+            other_mask = known.mask[:, :same].to(text.ids.device) != text.mask[:, :same]
+            differs = (other_ids | other_mask).any(0)
+            same = int(differs.nonzero()[0]) if bool(differs.any()) else same
         # Positions of a shorter text may be computed in another way. Kept, they would change the text.
-        self.position = same if self._text.was_computed_as(input_ids.shape[1], same) else 0
+        self.position = same if self._text.was_computed_as(length, same) else 0
 
     def select_batch(self, indices: Sequence[int]) -> None:
         """Make the batch consist of these rows of it, in this order, from the next step on; rows may repeat."""
@@ -311,6 +325,7 @@ class InferenceSession:
         return self._view is view
 
     def __enter__(self) -> Self:
+        self._check_open()
         _entered.set((*_entered.get(), self))
         return self
 
@@ -382,6 +397,8 @@ def block_inputs(
             raise ConfigurationError(f"the blocks of this model also need {name}: pass {name}=…")
     if attention_mask is not None:
         check_mask(attention_mask, shape[axis], shape[axis + 1], past)
+    if position_ids is not None:
+        check_positions(position_ids)
     return BlockInputs(
         hidden_states=hidden_states,
         batch_size=shape[axis],

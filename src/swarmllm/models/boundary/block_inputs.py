@@ -304,6 +304,12 @@ def check_mask(mask: Tensor, batch_size: int, seq_len: int, past: int) -> None:
         )
 
 
+def check_positions(position_ids: Tensor) -> None:
+    """Raise ConfigurationError if these aren't whole numbers."""
+    if position_ids.is_floating_point() or position_ids.dtype == torch.bool:
+        raise ConfigurationError(f"position_ids must be integers, not {position_ids.dtype}: give position_ids.long()")
+
+
 def arithmetic(inputs: BlockInputs, past: int, traits: BlockTraits) -> int:
     """A number that is equal for calls with the same frequencies of positions; this call follows `past` positions of
     text."""

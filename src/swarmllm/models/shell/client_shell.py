@@ -14,14 +14,17 @@ calls it at each forward. `hollow_modules` refuses changes of the blocks' own mo
     a remote cache is given                         its session goes on
     use_cache is False, or the model is an encoder  no cache: the blocks run on the whole batch at once
     use_cache=True, without gradients               a session is opened, and its cache is returned
-    use_cache=True, in generate() of a user's       the session begins anew, at position 0: the model has dropped its
-    session, and the text comes as a whole          cache, as LongRoPE models do when a text becomes long
+    use_cache=True, in generate() of a user's       the text of a logits processor, such as that of guidance_scale: it
+    session                                         gets a session of its own
+    the same, of a LongRoPE model, and the text     the session begins anew, at position 0: the model has dropped its
+    comes as a whole                                cache, as these do when a text becomes long
     other calls for which transformers makes a      the blocks run without a session. The returned cache opens one only
     cache, for example with gradients               if the user continues it, and then computes its positions again
 """
 
 import copy
 import logging
+import math
 import re
 import weakref
 from collections.abc import Mapping
@@ -374,8 +377,8 @@ def cache_of_call(
         kwargs[name] = None if prefix is None else TunedPrefixCache(config, len(prefix))
         return None, prefix
     session = shell.active_cache_session()
-    is_replaced = session is not None and session.is_generating and session.position < given.shape[1]
-    if session is not None and (prefix is not None or not (is_replaced and kwargs.get("use_cache"))):
+    is_within = session is not None and session.is_generating and bool(kwargs.get("use_cache"))
+    if session is not None and (prefix is not None or not is_within):
         raise ConfigurationError(
             "inside an inference_session(), continue with generate() or session.step(); for a forward outside the "
             "session pass use_cache=False"
@@ -386,9 +389,12 @@ def cache_of_call(
     asked = kwargs.get("use_cache") is not None or length > shell.swarm_runner.longest_row()
     at_once = asked and not torch.is_grad_enabled()
     opened = _of_generate(prefix, shell, batch_size) if at_once else None
-    opened = opened or shell.new_remote_cache(batch_size, None)
-    if session is not None:
+    drops_caches = shell.swarm_traits.even_length != math.inf
+    if session is not None and not (drops_caches and session.position < given.shape[1]):
+        opened = RemoteCache(shell.config, shell.swarm_runner.new_cache_session(batch_size, None), batch_size)
+    elif session is not None:
         session.position = 0
+    opened = opened or shell.new_remote_cache(batch_size, None)
     opened.deferred = not at_once
     opened.num_prefix = 0 if prefix is None else len(prefix)
     kwargs[name] = opened

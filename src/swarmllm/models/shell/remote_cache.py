@@ -8,6 +8,8 @@ cache is `deferred`: it costs servers nothing. When it is continued after all, s
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Never, NoReturn, Protocol, Self, SupportsIndex
 
 import torch
@@ -20,6 +22,19 @@ from swarmllm.errors import ConfigurationError
 from swarmllm.models.adapters.block_adapter import BlockAdapter
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.boundary.phantom_cache import PhantomCache
+
+_this_generate: ContextVar[object] = ContextVar("swarmllm_generate", default=None)
+"""The call of `generate()` that this thread or task is in."""
+
+
+@contextmanager
+def one_generate() -> Iterator[None]:
+    """Within, a call of `generate()` goes on, and its adapter stays as it is."""
+    token = _this_generate.set(object())
+    try:
+        yield
+    finally:
+        _this_generate.reset(token)
 
 
 class CacheSession(Protocol):
@@ -90,6 +105,8 @@ class RemoteCache(PhantomCache):
         """The adapter of the last forward that read it from the model."""
         self.begun_in_training: bool | None = None
         """True if the model was in train mode then; None: there was no such forward yet."""
+        self._read_in: object = None
+        """The `generate()` in which that adapter was read."""
         self.source_mask: Tensor | None = None
         """The mask of the encoder outputs, since the session's first forward."""
         self._rows = batch_size
@@ -104,15 +121,21 @@ class RemoteCache(PhantomCache):
         return self
 
     def keeps_adapter(self, training: bool) -> bool:
-        """True if a later step may use the last adapter. Reading it from the model again, to compare, costs time.
+        """True if a later step may use the last adapter: within a `generate()`, because reading it from the model
+        again, to compare, costs time.
 
         A prefix of peft is given to the first forward alone.
         """
-        return self.begun_in_training == training or self.num_prefix > 0
+        is_same = self._read_in is not None and self._read_in is _this_generate.get()
+        return (is_same and self.begun_in_training == training) or self.num_prefix > 0
+
+    def note_adapter(self, adapter: BlockAdapter | None, training: bool) -> None:
+        """Note the adapter of a forward that read it from the model."""
+        self.adapter, self.begun_in_training, self._read_in = adapter, training, _this_generate.get()
 
     def go_on_with_adapter_of(self, other: "RemoteCache") -> None:
         """Take over the adapter of the other's last forward."""
-        self.adapter, self.begun_in_training = other.adapter, other.begun_in_training
+        self.adapter, self.begun_in_training, self._read_in = other.adapter, other.begun_in_training, other._read_in
 
     @property
     def batch_size(self) -> int:

@@ -47,7 +47,14 @@ from swarmllm.models.adapters.block_adapter import BlockAdapter
 from swarmllm.models.adapters.dropout import draw_seeds
 from swarmllm.models.architecture import cache_argument, decoder_stack, is_encoder, text_config
 from swarmllm.models.block_slots import ForwardStopped
-from swarmllm.models.boundary.block_inputs import SOURCE, BlockInputs, DeepstackArguments, check_mask, pack_masks
+from swarmllm.models.boundary.block_inputs import (
+    SOURCE,
+    BlockInputs,
+    DeepstackArguments,
+    check_mask,
+    check_positions,
+    pack_masks,
+)
 from swarmllm.models.boundary.inner_states import InnerStates
 from swarmllm.models.shell.blocks_proxy import Call, calling, current_call
 from swarmllm.models.shell.client_shell import ShellStack, cache_of_call, note_spent
@@ -59,7 +66,8 @@ NO_HIDDEN = torch.empty(0)
 INNER_OUTPUTS = ("output_hidden_states", "output_attentions")
 IGNORED = -100
 """The label that no loss of transformers counts."""
-_ON_THE_WIRE = ("attention_mask", "position_ids", "token_type_ids")
+_ON_THE_WIRE = ("attention_mask", "position_ids")
+"""Types of tokens are part of the embeddings."""
 
 
 def adopt_stack(model: PreTrainedModel, of_shell: ShellStack) -> None:
@@ -75,12 +83,12 @@ def adopt_stack(model: PreTrainedModel, of_shell: ShellStack) -> None:
     def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         if args:
             kwargs = {**dict(zip(positional, args, strict=False)), **kwargs}
-        inner = wanted_inner(self, self.config, kwargs)
-        if role and inner is not None:
+        if role and any(_wanted(self.config, kwargs, "output_hidden_states", "output_attentions")):
             raise ConfigurationError(
                 "hidden states and attentions inside an encoder-decoder can't be shown: leave output_hidden_states and "
                 "output_attentions out"
             )
+        inner = wanted_inner(self, self.config, kwargs)
         if current_call().instead is not None:
             return cls.forward(self, **_of_half_a_forward(self, kwargs, name))
         given = kwargs.get(name)
@@ -108,15 +116,19 @@ def adopt_stack(model: PreTrainedModel, of_shell: ShellStack) -> None:
     stack.__class__ = type(cls.__name__, (cls,), {"forward": whole, "__module__": cls.__module__})
 
 
+def _wanted(config: PreTrainedConfig, kwargs: dict[str, Any], *names: str) -> list[Any]:
+    """What the arguments of a forward, or else the config, say of these outputs."""
+    return [wanted if (wanted := kwargs.get(name)) is not None else getattr(config, name, False) for name in names]
+
+
 def wanted_inner(stack: PreTrainedModel, config: PreTrainedConfig, kwargs: dict[str, Any]) -> InnerStates | None:
     """The inner states that the caller of the stack's forward wants; None: none.
 
     Raises:
         ConfigurationError: servers can't answer them.
     """
-    hidden, attentions, routers = (
-        wanted if (wanted := kwargs.get(name)) is not None else getattr(config, name, False)
-        for name in ("output_hidden_states", "output_attentions", "output_router_logits")
+    hidden, attentions, routers = _wanted(
+        config, kwargs, "output_hidden_states", "output_attentions", "output_router_logits"
     )
     if routers:
         raise ConfigurationError(
@@ -259,6 +271,10 @@ def _tensors_among(kwargs: dict[str, Any]) -> dict[str, Tensor]:
             raise ConfigurationError(f"{name} must be a tensor, not a {type(tensor).__name__}")
         if tensor.requires_grad and torch.is_grad_enabled():
             raise ConfigurationError(f"servers answer no gradient for {name}: give it detached")
+    if "position_ids" in tensors:
+        check_positions(tensors["position_ids"])
+        if tensors["position_ids"].ndim == 1:
+            tensors["position_ids"] = tensors["position_ids"][None]
     return tensors
 
 
@@ -318,7 +334,7 @@ def _adapter(
     if tuners and torch.is_grad_enabled() and any(one.requires_grad for one in trained):
         shell.swarm_notices.tell_of_prompts(shell.tuned_prompts)
     if cache is not None:
-        cache.adapter, cache.begun_in_training = adapter, shell.training
+        cache.note_adapter(adapter, shell.training)
     return adapter, () if goes_on else trained
 
 
@@ -338,6 +354,8 @@ def source_of_call(kwargs: dict[str, Any], batch_size: int, cache: RemoteCache |
     if mask is not None and (not isinstance(mask, Tensor) or mask.shape != hidden.shape[:2]):
         found = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise ConfigurationError(f"attention_mask of encoder outputs must be {list(hidden.shape[:2])}, not {found}")
+    if mask is not None and mask.is_floating_point():  # as peft makes it for soft prompts
+        mask = (mask != 0).to(torch.int64)
     if cache is None or not cache.session.position:
         if cache is not None:
             cache.source_mask = mask

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 
 from swarmllm.data_structures import Patch
 from swarmllm.errors import ConfigurationError
@@ -188,6 +188,11 @@ class TunedPrefix:
         """
         name = type(model).__name__
         config = text_config(model.config)
+        if isinstance(cache, EncoderDecoderCache):
+            raise ConfigurationError(
+                "past_key_values of models with an encoder can only be what an earlier call has returned: use peft's "
+                "prompt tuning in place of prefix tuning"
+            )
         layers = cache.layers if isinstance(cache, DynamicCache) else []
         if not any(layer.is_initialized for layer in layers):
             raise ConfigurationError(

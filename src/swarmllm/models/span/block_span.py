@@ -54,8 +54,6 @@ from swarmllm.models.span.offload import OffloadedBlocks
 from swarmllm.models.span.page_pool import PagePool, page_bytes
 from swarmllm.models.span.span_cache import CacheSizes, Elsewhere, SpanCache, can_be_paged
 
-_PASSED_ON = ("position_ids", "token_type_ids")
-
 
 class InnerRecording:
     """The recording of one call."""
@@ -491,7 +489,7 @@ class BlockSpan:
         return result
 
     def _call_stack(self, inputs: BlockInputs, cache: SpanCache | None, **more: Any) -> Tensor:
-        kwargs: dict[str, Any] = {name: value for name in _PASSED_ON if (value := getattr(inputs, name)) is not None}
+        kwargs: dict[str, Any] = {} if inputs.position_ids is None else {"position_ids": inputs.position_ids}
         if (mask := unpack_masks(inputs, self.stack.config, cache)) is not None:
             kwargs["attention_mask"] = mask
         if self.deepstack is not None:

@@ -234,7 +234,8 @@ def _check_positions(positions: Tensor | None, batch: int, seq: int, table: rang
     shape = tuple(positions.shape)
     good = len(shape) in (2, 3) and shape[-2] in (1, batch) and shape[-1] == seq
     if not good or (len(shape) == 3 and shape[0] > MAX_POSITION_KINDS) or positions.is_floating_point():
-        raise RemoteProtocolError(f"position_ids must be integers of shape {[batch, seq]}, got {list(shape)}")
+        found = f"{positions.dtype} of shape {list(shape)}"
+        raise RemoteProtocolError(f"position_ids must be integers of shape {[batch, seq]}, got {found}")
     if table is not None:
         _check_range("position_ids", positions, table)
 
