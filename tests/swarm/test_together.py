@@ -37,7 +37,7 @@ from swarmllm.network.p2p.peer import Peer
 from swarmllm.network.wire.protocol import MessageType, hello
 from swarmllm.training import RunSettings, Together, TogetherCallback, members, together
 from swarmllm.training.differences import Rules, packed_bytes
-from swarmllm.training.members import HOMES_FILE
+from swarmllm.training.homes import HOMES_FILE
 from swarmllm.training.privacy import epsilon_of
 from swarmllm.training.rounds import membership
 from swarmllm.training.run_log import LOG_FILE, is_genuine_line, run_summary
@@ -189,7 +189,7 @@ def test_homes_that_each_went_on_alone_find_each_other(tmp_path: Path, monkeypat
 
     both_train(lambda: invite_of(first))
     monkeypatch.setattr(together, "saved_homes", lambda _: [])  # nobody is reached at the start
-    monkeypatch.setattr(members, "REUNION_S", 0.2)
+    monkeypatch.setattr("swarmllm.training.homes.REUNION_S", 0.2)
     with (second / HOMES_FILE).open("a") as homes_of_second:
         homes_of_second.write(f"/no/such/address/p2p/{Identity.load(first / 'identity.key').peer_id}\n")
     both_train(lambda: "a run")

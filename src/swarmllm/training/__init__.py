@@ -11,6 +11,7 @@ together          the face: an optimizer in a run
 trainer_callback  the same as a callback of transformers' Trainer
 trained           what a home trains, in words that homes compare
 common_texts      texts on which all homes measure their values and the shared ones
+homes             where the other members are: records in the DHT, addresses that are kept
 members           the network's side: one peer, streams to the other members, the log of rounds
 exchange          bytes that members ask each other for
 run_log           the signed lines of all rounds, and their sums; also read by `swarmllm runs` and the gateway

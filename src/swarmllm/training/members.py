@@ -1,8 +1,8 @@
 """The network's side of a run: one peer, a stream to each other member, the rounds, and their log.
 
-`Together` starts it in an event loop of its own and hands it differences. Members find each other by records in the
-DHT under a key that only they know. Each dials the others; of two streams between the same members, the one that the
-smaller peer id has opened remains. Both prove with the run key's signature that they are members.
+`Together` starts it in an event loop of its own and hands it differences. `homes` finds the other members. Of two
+streams between the same ones, the one that the smaller peer id has opened remains. Both prove with the run key's
+signature that they are members.
 
 A bad message of a member ends nothing: it is refused and logged, and nobody waits for its difference in that round.
 """
@@ -14,17 +14,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field, ValidationError
-
-from swarmllm.data_structures import MAX_ADDRS, PeerModel, PeerText
+from swarmllm.data_structures import MAX_ADDRS, PeerModel
 from swarmllm.errors import ConfigurationError, LocalProtocolError, PeerError, RemoteProtocolError, SwarmError
-from swarmllm.files import read_text, replace_file, replaced
-from swarmllm.network.p2p.addresses import usable_peers
-from swarmllm.network.p2p.block_directory import run_key
+from swarmllm.files import replaced
 from swarmllm.network.p2p.identity import Identity
 from swarmllm.network.p2p.peer import Peer
 from swarmllm.network.wire.frames import LARGE_RUN_TYPES, Message, MessageType
@@ -33,19 +28,17 @@ from swarmllm.network.wire.protocol import FrameStream, hello, raise_error, send
 from swarmllm.training import common_texts
 from swarmllm.training.differences import MAX_PAST, Difference, Rules, SharedState, limits, unpack
 from swarmllm.training.exchange import FETCH_S, Counts, Exchange
+from swarmllm.training.homes import Homes, RunRecord
 from swarmllm.training.rounds import (
     MAX_MEMBERS,
     Adopt,
     Apply,
-    Digest,
     Fetch,
     MemberHeader,
     Offer,
     Position,
-    RoundNumber,
     Rounds,
     SendVote,
-    Signature,
     StateHeader,
     VoteHeader,
     WantHeader,
@@ -60,16 +53,7 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 5.0
 """Seconds between two looks at the records of members."""
-REUNION_S = 20.0
-"""Seconds between two attempts to reach homes that have been there: each of them may have gone on alone."""
-DIALLED = 4
-"""Most such homes that are dialled at a time."""
-RECORD_S = 60.0
-"""Lifetime of a record. It is renewed at every third of it."""
 GREETING_S = 10.0
-WAYS = 4
-"""Most addresses of a home by which it is looked for."""
-MAX_KEPT_ADDRS = 64
 ALONE_AFTER_S = 120.0
 """Seconds that a home with a saved state waits for the others. Assumed: restarted ones are there by then."""
 TELL_WAIT_S = 60.0
@@ -78,19 +62,7 @@ TELL_ROUND_S = 20.0
 """Seconds between two looks at a round that doesn't end."""
 REFUSED_S = 15.0
 """A state that nobody could send is asked for again after this time."""
-STATE_FILE, TEXTS_FILE, HOMES_FILE = "state.bin", "common_texts.json", "homes.txt"
-
-
-class RunRecord(PeerModel):
-    """A member's record in the DHT."""
-
-    member: Signature
-    addrs: Annotated[tuple[Annotated[PeerText, Field(max_length=256)], ...], Field(max_length=MAX_ADDRS)] = ()
-    name: Annotated[PeerText, Field(max_length=64)] = ""
-    round: RoundNumber = 0
-    digest: Digest = "0" * 64
-    tokens: Annotated[int, Field(ge=0, le=1 << 53)] = 0
-    loss: Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False)] | None = None
+STATE_FILE, TEXTS_FILE = "state.bin", "common_texts.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,12 +108,9 @@ class Members:
         self.rounds = Rounds(me.own.peer_id, patience_s=me.patience_s, vote_s=me.vote_s)
         self._streams: dict[str, FrameStream] = {}
         self.exchange = Exchange(self._streams, self.counts, me.texts)
-        self._homes = _known_homes(me.directory)
-        """Addresses of the members that have been there, by peer id, also before this process."""
+        self._homes = Homes(me.directory, me.run.peer_id, me.own.peer_id, self._streams, self._dial, spawn)
         self._awaited: set[str] = set()
         """Members whose position must come soon."""
-        self._dialling: dict[str, asyncio.Task[Any]] = {}
-        self._seen: set[str] = set()
         self._named: dict[str, str] = {}
         """Names of members that have been there."""
         self._event = asyncio.Event()
@@ -180,11 +149,11 @@ class Members:
         Raises:
             ConfigurationError: the others train something else, or by other rules.
         """
-        self._spawn(self._announce(), name="announce this home")
-        await self._look()
-        await asyncio.gather(*self._dialling.values(), return_exceptions=True)
+        self._spawn(self._homes.keep_announcing(self.peer, self._record), name="announce this home")
+        await self._homes.look(self.peer, has_begun=False)
+        await self._homes.wait_until_dialled()
         self._spawn(self._keep_looking(), name="look for members")
-        self._spawn(self._keep_meeting(), name="look for lost members")
+        self._spawn(self._homes.keep_meeting(self.peer), name="look for lost members")
         with suppress(TimeoutError):
             async with asyncio.timeout(GREETING_S), self._moved:
                 await self._moved.wait_for(lambda: not self._awaited)
@@ -331,83 +300,27 @@ class Members:
 
     # Meeting others
 
-    async def _announce(self) -> None:
-        while True:
-            position = self.rounds.position
-            record = RunRecord(
-                member=membership(self.me.own.peer_id, self.me.run),
-                addrs=self.peer.addrs[:MAX_ADDRS],
-                name=self.me.name,
-                round=position.round if position else 0,
-                digest=position.digest if position else "0" * 64,
-                tokens=self.state.tokens,
-            )
-            key = run_key(self.me.run.peer_id)
-            text = record.model_dump_json(exclude_none=True)
-            try:
-                await self.peer.dht_store({key: text}, time.time() + RECORD_S)
-            except PeerError as error:
-                logger.warning("other homes can't find this one: %s", error)
-            await asyncio.sleep(RECORD_S / 3)
+    def _record(self) -> RunRecord:
+        position = self.rounds.position
+        return RunRecord(
+            member=membership(self.me.own.peer_id, self.me.run),
+            addrs=self.peer.addrs[:MAX_ADDRS],
+            name=self.me.name,
+            round=position.round if position else 0,
+            digest=position.digest if position else "0" * 64,
+            tokens=self.state.tokens,
+        )
 
     async def _keep_looking(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
-            with suppress(PeerError):  # `_announce` says it
-                await self._look()
+            with suppress(PeerError):  # `keep_announcing` says it
+                await self._homes.look(self.peer, has_begun=self.rounds.position is not None)
             if not self.exchange.texts:
                 await self._take_texts()
             if self.rounds.position is None and not self._streams:
                 logger.warning("the homes that were here have left: this home begins with its own values")
                 await self._move_to(self.state, ())
-
-    async def _keep_meeting(self) -> None:
-        """Dial homes that have left: if they went on elsewhere, both find each other's records then."""
-        dialled_at: dict[str, float] = {}
-        while True:
-            await asyncio.sleep(REUNION_S)
-            here = self._streams.keys() | self._dialling.keys()
-            lost = {home: ways for home in self._homes if home not in here and (ways := self._ways_to(home))}
-            dialled_at = {home: dialled_at.get(home, 0.0) for home in lost}
-            for home in sorted(lost, key=dialled_at.__getitem__)[:DIALLED]:
-                dialled_at[home] = time.monotonic()
-                with suppress(PeerError):
-                    await self.peer.meet(lost[home])
-
-    def _ways_to(self, home: str) -> list[str]:
-        """Its addresses, as far as they make sense: a member may announce anything."""
-        return usable_peers(f"{addr}/p2p/{home}" for addr in self._homes[home])[:WAYS]
-
-    async def _look(self) -> None:
-        for peer_id, text in (await self.peer.dht_read(run_key(self.me.run.peer_id))).items():
-            try:
-                record = RunRecord.model_validate_json(text)
-            except ValidationError:
-                continue
-            if peer_id == self.me.own.peer_id or not is_member(peer_id, record.member, self.me.run.peer_id):
-                continue
-            self._keep_addresses(peer_id, record.addrs)
-            is_new = peer_id not in self._seen
-            self._seen.add(peer_id)
-            if peer_id in self._streams or peer_id in self._dialling:
-                continue
-            if is_new and self.rounds.position is not None and peer_id < self.me.own.peer_id:
-                continue  # it dials this one
-            task = self._dialling[peer_id] = self._spawn(self._dial(peer_id, record.addrs), name=f"dial {peer_id}")
-            task.add_done_callback(partial(self._dialled, peer_id))
-
-    def _keep_addresses(self, peer_id: str, addrs: tuple[str, ...]) -> None:
-        """Write down where this member is: this home may start again when those of its invite have left."""
-        before = self._homes.pop(peer_id, None)
-        self._homes[peer_id] = addrs  # at the end, as the one that was seen last
-        if before != addrs:
-            while len(self._homes) > MAX_KEPT_ADDRS:
-                del self._homes[next(iter(self._homes))]
-            newest_first = [maddr for home in reversed(self._homes) for maddr in self._ways_to(home)]
-            replace_file(self.me.directory / HOMES_FILE, "".join(f"{one}\n" for one in newest_first[:MAX_KEPT_ADDRS]))
-
-    def _dialled(self, peer_id: str, _: "asyncio.Task[Any]") -> None:
-        self._dialling.pop(peer_id, None)
 
     async def _dial(self, peer_id: str, addrs: tuple[str, ...]) -> None:
         stream = await self.peer.open_stream(peer_id, addrs)
@@ -449,7 +362,7 @@ class Members:
                 raise PeerError("there is a stream between these members already", stream.peer_id)
             self._spawn(before.close(), name="close the second stream")
         self._streams[stream.peer_id] = stream
-        self._keep_addresses(stream.peer_id, theirs.addrs)
+        self._homes.keep_addresses(stream.peer_id, theirs.addrs)
         if theirs.common is not None:
             self._theirs[stream.peer_id] = theirs.common
         self._named[stream.peer_id] = theirs.name
@@ -728,21 +641,6 @@ class Members:
         fields = {"run": self.me.run.peer_id, "round": self.state.round, "members": [], "shared_loss": shared_loss}
         fields |= {"tokens": self.state.tokens, "at": round(time.time(), 3)}
         add_line(self.me.directory, fields, self.me.own)
-
-
-def saved_homes(directory: Path) -> list[str]:
-    """Addresses of the members that were there before this process."""
-    path = directory / HOMES_FILE
-    return usable_peers(read_text(path).split()) if path.exists() else []
-
-
-def _known_homes(directory: Path) -> dict[str, tuple[str, ...]]:
-    """The same by peer id."""
-    homes: dict[str, tuple[str, ...]] = {}
-    for maddr in reversed(saved_homes(directory)):
-        addr, _, peer_id = maddr.partition("/p2p/")
-        homes[peer_id] = (addr, *homes.get(peer_id, ()))
-    return homes
 
 
 def saved_state(directory: Path, size: int) -> SharedState | None:

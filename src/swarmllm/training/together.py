@@ -30,7 +30,8 @@ from swarmllm.network.p2p.addresses import on_port, port_of
 from swarmllm.network.p2p.identity import Identity, lock_identity
 from swarmllm.training import common_texts
 from swarmllm.training.differences import Floats, Rules, SharedState, quantize
-from swarmllm.training.members import STATE_FILE, TEXTS_FILE, Members, Membership, Report, saved_homes, saved_state
+from swarmllm.training.homes import saved_homes
+from swarmllm.training.members import STATE_FILE, TEXTS_FILE, Members, Membership, Report, saved_state
 from swarmllm.training.privacy import epsilon_of, homes_needed, with_noise
 from swarmllm.training.rounds import MAX_LOSS
 from swarmllm.training.trained import description
