@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from web_gateway import RunningGateway, running_gateway, server_metrics
+from web_gateway import RunningGateway, metrics_page, running_gateway, server_metrics
 
 from swarmllm import LocalSwarm
 
@@ -72,3 +72,12 @@ def test_the_dashboard_asks_for_metrics_that_exist(gateway: RunningGateway, swar
     known |= set(server_metrics(swarm.servers[0]))
     assert asked
     assert asked <= known
+
+
+def test_the_table_of_deployment_names_what_is_exported(
+    gateway: RunningGateway, swarm: LocalSwarm, repo_root: Path
+) -> None:
+    """Without the ending `_total` of counters, as the page says."""
+    table = re.findall(r"^\| `(swarmllm_\w+)` \|", (repo_root / "docs/deployment.md").read_text(), re.MULTILINE)
+    pages = (gateway.http.get("/metrics").text, metrics_page(swarm.servers[0]))
+    assert set(table) == {family.name for page in pages for family in text_string_to_metric_families(page)}

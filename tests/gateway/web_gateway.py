@@ -143,11 +143,16 @@ def local_swarm(*spans: tuple[int, int], **options: Any) -> LocalSwarm:
     return LocalSwarm(embedded_model_path(), spans=list(spans), **OPTIONS, **options)
 
 
-def server_metrics(server: LocalServer) -> dict[str, float]:
-    """Metrics of a server, without labels."""
+def metrics_page(server: LocalServer) -> str:
+    """The page of metrics that Prometheus reads from a server."""
     match = re.search(r"metrics are at (http://\S+)", server.log_path.read_text())
     assert match is not None
-    families = text_string_to_metric_families(httpx.get(match[1]).text)
+    return httpx.get(match[1]).text
+
+
+def server_metrics(server: LocalServer) -> dict[str, float]:
+    """Metrics of a server, without labels."""
+    families = text_string_to_metric_families(metrics_page(server))
     return {sample.name: sample.value for family in families for sample in family.samples}
 
 

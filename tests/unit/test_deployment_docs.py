@@ -70,6 +70,7 @@ def test_it_lists_all_metrics() -> None:
     names = set()
     for room in ("gateway", "server"):
         text = (ROOT / "src" / "swarmllm" / room / "metrics.py").read_text()
+        text = re.sub(r'InfoMetricFamily\("(\w+)"', r'InfoMetricFamily("\1_info"', text)  # Prometheus adds this ending
         names |= set(re.findall(r'"(swarmllm_\w+)"', text))
         names |= {f"swarmllm_server_{name}" for name in re.findall(r'yield \(?\s*"(\w+)",\s*"', text)}
     assert set(re.findall(r"^\| `(\w+)` \|", DEPLOYMENT, re.MULTILINE)) == names
