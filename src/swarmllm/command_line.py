@@ -186,7 +186,7 @@ class Parser(argparse.ArgumentParser):
             print(self.format_all(at_length=True), end="")
             sys.exit(0)
         flags = [*from_file, *argv]
-        self._refuse_unknown(flags[: len(from_file) + end])
+        self._refuse_unknown(argv[:end])
         settings = vars(self.parse_args([*self._model_of_invite(flags), *flags]))
         settings.pop("config", None)
         return settings
@@ -205,20 +205,21 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"{name} moved to the file of --config: {_toml_line(in_file[name], list(values))}")
 
     def _refuse_unknown(self, flags: Sequence[str]) -> None:
-        """Exit at the first unknown flag and name the most similar one, before argparse reports missing flags."""
-        known = [name for action in self._actions for name in action.option_strings]
+        """Exit at the first unknown flag, before argparse reports missing flags."""
+        known = {name: action for action in self._actions for name in action.option_strings}
         in_file = {action.dest for action, _, one in self.settings if is_in_file(one)}
-        shown = [name for action in self._actions if action.dest not in in_file for name in action.option_strings]
-        of_clients = {f"--{one.name}" for one in fields(ClientModelConfig) if one.metadata.get("flag") is not False}
+        shown = [name for name, action in known.items() if action.dest not in in_file]
         for flag in flags:
             name = flag.partition("=")[0]
             if name.startswith("--") and len(name) > 2 and name not in known and " " not in name:
-                if name in of_clients:
-                    self.error(f"{name} is a setting of clients, like swarmllm generate: leave it out here")
-                near = [one for one in shown if one.startswith(f"{name}_")] or difflib.get_close_matches(
-                    name, shown, n=1
-                )
-                self.error(f"there is no flag {name}" + (f": did you mean {near[0]}?" if near else ""))
+                self._refuse(name, name, f"there is no flag {name}", shown)
+
+    def _refuse(self, name: str, told: str, problem: str, known: Sequence[str]) -> NoReturn:
+        """Exit because of an unknown name, which the user is `told` so, and say which known one is most similar."""
+        if name in {f"--{one.name}" for one in fields(ClientModelConfig) if one.metadata.get("flag") is not False}:
+            self.error(f"{told} is a setting of clients, like swarmllm generate: leave it out here")
+        near = [one for one in known if one.startswith(f"{name}_")] or difflib.get_close_matches(name, known, n=1)
+        self.error(problem + (f": did you mean {near[0] if told == name else near[0][2:]}?" if near else ""))
 
     def _model_of_invite(self, flags: Sequence[str]) -> list[str]:
         """`--model` from an invite among the initial peers, if the command needs a model and none is given."""
@@ -243,24 +244,38 @@ class Parser(argparse.ArgumentParser):
             self.error(f"can't read --config {error}")
         except (tomllib.TOMLDecodeError, RecursionError) as error:
             self.error(f"can't read --config {path}: {error}")
-        flags: list[str] = []
-        known = {name for action in self._actions for name in action.option_strings}
-        switches = {name for one in self._actions if one.nargs == 0 for name in (f"--{one.dest}", *one.option_strings)}
-        for key, value in table.items():
-            flag, given_value = _underscored(f"--{key}"), value
-            off = f"--no_{flag[2:]}"
-            if isinstance(value, bool) and off in known:  # a setting that is on by default
-                flag, given_value = off, not value
-            if flag in switches and not isinstance(value, bool):
-                self.error(f"{key} in {path} must be true or false, not {value!r}")
-            if flag in known - switches and isinstance(value, bool):
-                self.error(f"{key} in {path} can't be {str(value).lower()}: give a value, or leave it out")
-            if flag in given or (given_value is False and flag in known):
-                continue
-            flags.append(flag)
-            if given_value is not True:
-                flags.extend(str(item) for item in (given_value if isinstance(given_value, list) else [given_value]))
-        return flags
+        flags = [flag for key, value in table.items() for flag in self._flags_of_key(key, value, path)]
+        return [flag for flag in flags if flag.partition("=")[0] not in given]
+
+    def _flags_of_key(self, key: str, value: Any, path: str) -> list[str]:
+        """One setting of a file as flags, each with its value behind `=`: the value may begin with a dash."""
+        name, place = _underscored(f"--{key}"), f"{key} in {path}"
+        actions = {
+            flag: one for one in self._actions for flag in one.option_strings and (f"--{one.dest}", *one.option_strings)
+        }
+        if name == "--config":
+            self.error(f"{place} can't name another file: write the settings of that file here")
+        if isinstance(value, dict):
+            self.error(
+                f"[{key}] in {path} is a table, and settings are in none: write its keys above it, without tables"
+            )
+        if (action := actions.get(name)) is None:
+            self._refuse(name, place, f"{place} is no setting of this command", [*actions])
+        flag = name if name in action.option_strings else action.option_strings[0]
+        if action.nargs == 0:
+            if not isinstance(value, bool):
+                self.error(f"{place} must be true or false, not {value!r}")
+            return [flag] if value == (flag == name) else []  # a setting that is on by default has a flag for off only
+        if isinstance(value, bool):
+            self.error(f"{place} can't be {str(value).lower()}: give a value, or leave it out")
+        values = value if isinstance(value, list) else [value]
+        if isinstance(value, list) and action.nargs != "+":
+            self.error(f"{place} takes one value, not the list {value!r}")
+        if not values:
+            self.error(f"{place} is an empty list: give values, or leave it out")
+        if any(isinstance(one, (bool, list, dict)) for one in values):
+            self.error(f"{place} must be a list of texts or numbers, not {value!r}")
+        return [f"{flag}={one}" for one in values]
 
 
 def is_in_file(one: Field[Any]) -> bool:

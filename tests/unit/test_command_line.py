@@ -51,7 +51,7 @@ def parser() -> Parser:
     parser = Parser(prog="swarmllm test", description="A test.")
     parser.add_argument("--num_blocks", type=int)
     parser.add_argument("--public_name")
-    parser.add_argument("--initial_peers", nargs="+")
+    parser.add_argument("--initial_peers", nargs="+", action="extend")
     parser.add_argument("--new_swarm", action="store_true")
     return parser
 
@@ -330,16 +330,37 @@ def test_a_bad_file_is_one_sentence(
         ('lan_discovery = "no"', "lan_discovery in .* must be true or false, not 'no'"),
         ("max_retries = false", "max_retries in .* can't be false: give a value"),
         ("port = true", "port in .* can't be true: give a value"),
+        ("port = [1, 2]", r"port in .*settings\.toml takes one value, not the list \[1, 2\]"),
+        ("lenient = [true]", r"lenient in .* must be true or false, not \[True\]"),
+        ("model = []", "model in .* is an empty list: give values, or leave it out"),
+        ('model = ["m", ["n"]]', "model in .* must be a list of texts or numbers"),
+        ("[server]\nport = 1", r"\[server\] in .*settings\.toml is a table, and settings are in none"),
+        ("port.number = 1", r"\[port\] in .* is a table"),
+        ("[[model]]\nname = 1", "model in .* must be a list of texts or numbers"),
+        ('config = "other.toml"', r"config in .*settings\.toml can't name another file"),
+        ("num_blocks = 1", r"num_blocks in .*settings\.toml is no setting of this command"),
+        ("max_retry = 1", "max_retry in .* is no setting of this command: did you mean max_retries?"),
+        ("'a key' = 1", "a key in .* is no setting of this command"),
+        ("'' = 1", " in .* is no setting of this command"),
     ],
 )
-def test_a_file_may_not_mix_up_switches_and_values(
+def test_a_file_holds_settings_with_values_of_their_kind(
     text: str, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "settings.toml"
     path.write_text(text)
     with pytest.raises(SystemExit, match="2"):
         gateway_parser().parse_settings(["--model", "m", "--config", str(path)])
-    assert re.search(complaint, capsys.readouterr().err)
+    said = capsys.readouterr().err
+    assert re.search(complaint, said)
+    assert said.count("\n") == 1
+
+
+def test_values_in_a_file_may_begin_with_dashes(parser: Parser, tmp_path: Path) -> None:
+    path = tmp_path / "settings.toml"
+    path.write_text('public_name = "--me"\ninitial_peers = ["-a", "--num_blocks=3"]\n')
+    settings = {"public_name": "--me", "initial_peers": ["-a", "--num_blocks=3"]}
+    assert parser.parse_settings(["--config", str(path)]) == settings
 
 
 def test_the_prompt_may_follow_the_addresses() -> None:
@@ -540,7 +561,7 @@ def test_a_mistyped_flag_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture
     file.write_text('modle = "M"\n')
     with pytest.raises(SystemExit):
         parse_config(["--config", str(file)])
-    assert "there is no flag --modle: did you mean --model?" in capsys.readouterr().err
+    assert "server.toml is no setting of this command: did you mean model?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["server", "generate", "chat"])
