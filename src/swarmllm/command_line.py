@@ -256,9 +256,7 @@ class Parser(argparse.ArgumentParser):
         if name == "--config":
             self.error(f"{place} can't name another file: write the settings of that file here")
         if isinstance(value, dict):
-            self.error(
-                f"[{key}] in {path} is a table, and settings are in none: write its keys above it, without tables"
-            )
+            self.error(f"[{key}] in {path} is a table, and settings are in none: write its keys at the top of the file")
         if (action := actions.get(name)) is None:
             self._refuse(name, place, f"{place} is no setting of this command", [*actions])
         flag = name if name in action.option_strings else action.option_strings[0]

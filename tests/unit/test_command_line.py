@@ -646,14 +646,39 @@ def test_a_port_in_use_is_told_before_torch_is_imported(
     assert "Address already in use; choose another" in said
 
 
-def test_a_direct_port_in_use_is_told_with_its_flag(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("flag", "mend"),
+    [
+        ("--direct_port", "choose another --direct_port, or 0 for none"),
+        ("--metrics_port", "choose another --metrics_port"),
+    ],
+)
+def test_another_port_in_use_is_told_with_its_flag(
+    flag: str, mend: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
     with socket.create_server(("127.0.0.1", 0)) as other:
-        place = ["--host_maddrs", "/ip4/127.0.0.1/tcp/0", "--direct_port", str(other.getsockname()[1])]
+        place = ["--host_maddrs", "/ip4/127.0.0.1/tcp/0", flag, str(other.getsockname()[1])]
         assert (
             import_module(COMMANDS["server"].module).main(["--model", embedded_model_path(), "--new_swarm", *place])
             == 2
         )
-    assert "Address already in use; choose another --direct_port, or 0 for none" in capsys.readouterr().err
+    assert f"Address already in use; {mend}" in capsys.readouterr().err
+
+
+def test_a_port_of_a_machine_in_use_is_told_before_torch_is_imported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setenv("SWARMLLM_STATE_DIR", str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert import_module(COMMANDS["up"].module).main(["--port", str(port)]) == 2
+        (tmp_path / "up.toml").write_text(f'host_maddrs = "/ip4/127.0.0.1/tcp/{port}"\n')
+        assert import_module(COMMANDS["up"].module).main(["--config", str(tmp_path / "up.toml")]) == 2
+    page, machine = capsys.readouterr().err.splitlines()
+    assert "Address already in use; choose another --port" in page
+    assert f"can't listen on /ip4/127.0.0.1/tcp/{port}: Address already in use" in machine
 
 
 @pytest.mark.parametrize("model", ["/nope", "/nope:adapter"])

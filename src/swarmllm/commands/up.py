@@ -26,6 +26,8 @@ from swarmllm.command_line import (
     announced_imports,
     first_error,
     is_in_file,
+    require_free_port,
+    require_free_ports,
     run_command,
     stop_event,
     unless_stopped,
@@ -131,6 +133,10 @@ async def serve(config: UpConfig, invite: Invite | None) -> None:
         SwarmError: it can't start, or its peer-to-peer daemon died.
     """
     with StateDirectory(state_dir()).locked() as state:
+        require_free_ports(config.host_maddrs, "choose another port in host_maddrs")
+        if config.port:
+            host = config.host or LOOPBACK
+            require_free_port(host, config.port, f"can't listen on {host} port {config.port}", "choose another --port")
         with announced_imports():  # after the flags: --help needs no torch
             import swarmllm.gateway.app  # noqa: F401 - the page
             from swarmllm.machines.agent import Agent

@@ -10,7 +10,13 @@ from dataclasses import replace
 from functools import partial
 from typing import NoReturn
 
-from swarmllm.command_line import Parser, announced_imports, require_free_ports, run_command
+from swarmllm.command_line import (
+    Parser,
+    announced_imports,
+    require_free_port,
+    require_free_ports,
+    run_command,
+)
 from swarmllm.config import FROM_STDIN, ModelConfig, PeerConfig, SwarmConfig, require_addresses, require_model_place
 from swarmllm.server.settings import BlocksConfig, ServerConfig, ServerLimits
 
@@ -54,6 +60,9 @@ def parse_config(argv: Sequence[str] | None) -> ServerConfig:
     if config.direct_port:
         direct = [re.sub(r"/tcp/.*", f"/tcp/{config.direct_port}", maddr) for maddr in config.host_maddrs]
         require_free_ports(direct, "choose another --direct_port, or 0 for none")
+    if config.metrics_port:
+        place = f"can't serve metrics on {config.metrics_host} port {config.metrics_port}"
+        require_free_port(config.metrics_host, config.metrics_port, place, "choose another --metrics_port")
     return config
 
 

@@ -121,7 +121,10 @@ async def serve_metrics(host: str, port: int | None, metrics: ServerMetrics) -> 
     try:
         server, thread = start_http_server(port, host, registry)
     except OSError as error:
-        raise ConfigurationError(f"can't serve metrics on {host} port {port}: {error}") from None
+        raise ConfigurationError(
+            f"can't serve metrics on {host} port {port}: {error.strerror}; choose another --metrics_port or "
+            "--metrics_host"
+        ) from None
     logger.info("metrics are at http://%s:%d/metrics", host, server.server_port)
     try:
         await asyncio.Event().wait()
