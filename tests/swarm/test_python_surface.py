@@ -9,6 +9,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from swarmllm import AutoDistributedModel, LocalSwarm, embedded_model_path
+from swarmllm.client.text_generation import open_model
+from swarmllm.config import ClientModelConfig
 from swarmllm.errors import ConfigurationError
 
 pytestmark = pytest.mark.rotates(6, whole_file=True)
@@ -102,3 +104,10 @@ def test_one_device(swarm: LocalSwarm, device_map: Any) -> None:
 def test_several_devices_or_none(swarm: LocalSwarm, device_map: Any) -> None:
     with pytest.raises(ConfigurationError, match="device_map must be auto or one device of this machine"):
         AutoDistributedModel.from_pretrained(PATH, initial_peers=swarm.initial_peers, device_map=device_map)
+
+
+def test_a_missing_device_of_a_command_is_told_with_its_flag() -> None:
+    """All commands of clients open their models so, the gateway as well."""
+    config = ClientModelConfig(model=PATH, lan_discovery=False, device="cuda:99")
+    with pytest.raises(ConfigurationError, match=r"^--device must be auto or one device of this machine"):
+        open_model(config)

@@ -563,8 +563,8 @@ def without_refused(hf_kwargs: dict[str, Any], own: Iterable[str] = ()) -> dict[
     return {name: value for name, value in hf_kwargs.items() if name not in _REFUSED}
 
 
-def device_of(device_map: Any) -> torch.device | None:
-    """The device for the client's part; None: where it is loaded.
+def device_of(device_map: Any, setting: str = "device_map") -> torch.device | None:
+    """The device for the client's part; None: where it is loaded. `setting`: its name in the error.
 
     Raises:
         ConfigurationError: it names several, or one that this machine lacks.
@@ -583,6 +583,6 @@ def device_of(device_map: Any) -> torch.device | None:
     except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
         reason = str(error).partition("\n")[0]
         raise ConfigurationError(
-            f"device_map must be auto or one device of this machine, for embeddings, norm and head: {reason}"
+            f"{setting} must be auto or one device of this machine, for embeddings, norm and head: {reason}"
         ) from None
     return device

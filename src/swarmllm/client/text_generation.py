@@ -144,7 +144,11 @@ def open_model(
         import torch
         import transformers
 
-        from swarmllm.client.distributed_model import AutoDistributedModel, AutoDistributedModelForFeatureExtraction
+        from swarmllm.client.distributed_model import (
+            AutoDistributedModel,
+            AutoDistributedModelForFeatureExtraction,
+            device_of,
+        )
         from swarmllm.models.checkpoint.checkpoint import load_tokenizer
 
     transformers.logging.set_verbosity_error()
@@ -156,7 +160,7 @@ def open_model(
         config.model,
         revision=config.revision,
         dtype=config.dtype,
-        device_map=config.device,
+        device_map=device_of(config.device, "--device"),
         client_config=ClientConfig(**config.client_settings()),
         progress=show_progress,
     )
