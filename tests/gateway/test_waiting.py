@@ -1,5 +1,6 @@
 """A gateway that is started before its swarm is complete: it says what is missing, and goes on by itself."""
 
+import asyncio
 import json
 import re
 import subprocess
@@ -7,18 +8,35 @@ import sys
 import threading
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2 as httpx
 import pytest
-from web_gateway import RunningGateway, local_swarm, running_gateway, wait_until
+from web_gateway import NAME, RunningGateway, local_swarm, running_gateway, wait_until
 
 from swarmllm import LocalSwarm, embedded_model_path
+from swarmllm.config import ClientModelConfig
+from swarmllm.errors import MissingBlocksError
+from swarmllm.gateway import app
 from swarmllm.gateway.apis import responder
+from swarmllm.gateway.app import Waiting
+from swarmllm.gateway.engine import model_choice
 from swarmllm.gateway.engine.generation import Generation
 from swarmllm.gateway.settings import GatewayConfig
 
 pytestmark = pytest.mark.rotates(6, whole_file=True)
+
+
+def ask(application: Any, path: str) -> httpx.Response:
+    """The answer of an application in this process."""
+
+    async def send() -> httpx.Response:
+        transport = httpx.ASGITransport(app=application)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost:8080") as client:
+            return await client.get(path)
+
+    return asyncio.run(send())
 
 
 def free_port() -> int:
@@ -49,6 +67,7 @@ def test_it_serves_before_it_can_answer_and_becomes_ready_by_itself(tmp_path: Pa
             wait_until(lambda: get("/health") and "nobody serves" in get("/health").text, "it says what is missing")
             health = http.get("/health")
             assert (health.status_code, health.json()["status"]) == (503, "waiting")
+            assert (health.json()["model"], health.json()["missing_blocks"]) == (NAME, [4, 5, 6, 7])
             for path, asked in (("/v1/completions", {"prompt": "a"}), ("/v1/messages", {}), ("/api/chat", {})):
                 answer = http.post(path, json=asked)
                 assert answer.status_code == 503
@@ -69,6 +88,43 @@ def test_it_serves_before_it_can_answer_and_becomes_ready_by_itself(tmp_path: Pa
             assert process.stdout is not None
             process.stdout.close()
     assert code == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"model": embedded_model_path()}, NAME),
+        ({"model": f"{embedded_model_path()}/"}, NAME),
+        ({"model": f"{embedded_model_path()}:poet"}, f"{NAME}:poet"),
+        ({"model": "owner/model:owner/poet"}, "owner/model:owner/poet"),
+        ({"model": embedded_model_path(), "served_name": "mine"}, "mine"),
+    ],
+)
+def test_a_path_is_shown_to_nobody(settings: dict[str, Any], name: str) -> None:
+    """/health needs no key."""
+    waiting = Waiting(GatewayConfig(**settings))
+    for path in ("/health", "/api/swarm"):
+        found = ask(waiting, path).json()
+        assert found["model"] == name
+        assert embedded_model_path() not in json.dumps(found)
+
+
+def test_it_says_which_of_several_models_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = Waiting(GatewayConfig(model=("a", "b")))
+    told = []
+
+    def opened(config: ClientModelConfig, *_: Any) -> Any:
+        told.append((config.model, ask(waiting, "/health").json()))
+        if len(told) == 2:
+            raise MissingBlocksError("nobody serves blocks 4:6", (4, 5))
+        return SimpleNamespace(name=config.model, close=lambda: None)
+
+    monkeypatch.setattr(model_choice, "_open", opened)
+    monkeypatch.setattr(app, "RETRY_S", 0.001)
+    assert [one.name for one in asyncio.run(waiting.models())] == ["a", "b"]
+    assert [model for model, _ in told] == ["a", "b", "a", "b"]
+    assert [health["model"] for _, health in told] == ["a", "a", "b", "b"]
+    assert [health["missing_blocks"] for _, health in told] == [[], [], [4, 5], [4, 5]]
 
 
 def test_a_gap_is_told_soon() -> None:

@@ -72,8 +72,8 @@ async def serve(config: GatewayConfig) -> None:
 
     stop = stop_event(stop_on_stdin_eof=config.stop_on_stdin_eof)
     config.api_keys()  # say early what is wrong with keys or port, before models are loaded
-    sockets = bound_sockets(config)
     waiting = Waiting(config)
+    sockets = bound_sockets(config)
     server = web_server(waiting)
     serving = asyncio.create_task(server.serve(sockets), name="serve HTTP")
     opening = asyncio.create_task(waiting.models(), name="join the swarm")

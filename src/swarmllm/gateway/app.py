@@ -10,7 +10,7 @@ import gzip
 import hashlib
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from swarmllm.gateway.apis.responder import Dialect, Responder
 from swarmllm.gateway.apis.responses import Responses
 from swarmllm.gateway.apis.websocket import OverWebSocket
 from swarmllm.gateway.engine.engine import Engine
-from swarmllm.gateway.engine.model_choice import NO_MODEL, ModelChoice, Offer
+from swarmllm.gateway.engine.model_choice import NO_MODEL, ModelChoice, Offer, first_name
 from swarmllm.gateway.engine.offered_model import OfferedModel
 from swarmllm.gateway.errors import RETRY_AFTER_S, ApiError
 from swarmllm.gateway.guard import Guard, Rates
@@ -233,7 +233,11 @@ class Waiting(Routes):
     """A gateway before its swarm is complete; a web server runs its `app`. From `go_on` on, the real one answers."""
 
     def __init__(self, config: GatewayConfig) -> None:
+        """Raises: SwarmError: the directory or file of the first model can't be used."""
         self.config = config
+        self.name = first_name(config)
+        """The model that it waits for."""
+        self.missing_blocks: Sequence[int] = ()
         self.reason = "the gateway is still joining the swarm"
         """The reason for waiting, in one sentence."""
         self._real: ASGIApp | None = None
@@ -260,10 +264,11 @@ class Waiting(Routes):
         """
         told = False
         while True:
+            turns: list[str] = []
             try:
-                return await asyncio.to_thread(ModelChoice.open, self.config)
+                return await asyncio.to_thread(ModelChoice.open, self.config, turns.append)
             except MissingBlocksError as error:
-                self.reason = one_line(error)
+                self.name, self.missing_blocks, self.reason = turns[-1], error.block_idxs, one_line(error)
                 if not told:
                     logger.warning("waiting for the swarm: %s", self.reason)
                 told = True
@@ -275,18 +280,15 @@ class Waiting(Routes):
             exception_handlers={ApiError: partial(_answer_error, TABLE), HTTPException: self._not_yet},
         )
 
-    @property
-    def _names(self) -> list[str]:
-        return list(self.config.served_name or self.config.model)
-
     @get("/health")
     async def health(self, _: Request) -> Response:
-        found = {"status": "waiting", "model": self._names[0], "missing_blocks": [], "reason": self.reason}
+        missing = list(self.missing_blocks)
+        found = {"status": "waiting", "model": self.name, "missing_blocks": missing, "reason": self.reason}
         return JSONResponse(found, 503, {"Retry-After": str(RETRY_AFTER_S)})
 
     @get("/api/swarm")
     async def swarm(self, _: Request) -> Response:
-        return JSONResponse(_nothing_yet(self._names[0], self.reason))
+        return JSONResponse(_nothing_yet(self.name, self.reason))
 
     async def _not_yet(self, request: Request, _: Exception) -> Response:
         error = ApiError(503, self.reason, code="MissingBlocksError", retry_after_s=RETRY_AFTER_S)

@@ -170,6 +170,11 @@ def split_adapter(model: str) -> tuple[str, str | None]:
     return (name, adapter) if colon and name and not Path(model).exists() else (model, None)
 
 
+def with_adapter(name: str, adapter: str | None) -> str:
+    """The name in requests of a model with this adapter."""
+    return name if adapter is None else f"{name}:{adapter}"
+
+
 def host_and_port(text: str) -> tuple[str, int | None]:
     """A host of `--picture_hosts` in the form that hosts of URLs are compared with; port None: the usual ones.
 

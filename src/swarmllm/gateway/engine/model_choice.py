@@ -26,13 +26,14 @@ from swarmllm.api import (
     Task,
     open_checkpoint,
     task_of,
+    user_path,
 )
 from swarmllm.gateway.engine.audio_model import AudioModel
 from swarmllm.gateway.engine.embedding_model import EmbeddingModel, RankingModel, recipe_of
 from swarmllm.gateway.engine.language_model import LanguageModel
 from swarmllm.gateway.engine.offered_model import OfferedModel, hub_options
 from swarmllm.gateway.errors import RETRY_AFTER_S, ApiError
-from swarmllm.gateway.settings import GatewayConfig
+from swarmllm.gateway.settings import GatewayConfig, with_adapter
 
 logger = logging.getLogger(__name__)
 
@@ -90,8 +91,8 @@ class ModelChoice:
         """Names that will be offered once servers have loaded their blocks."""
 
     @classmethod
-    def open(cls, config: GatewayConfig) -> Self:
-        """Join the swarm of each model.
+    def open(cls, config: GatewayConfig, on_turn: Callable[[str], None] = lambda name: None) -> Self:
+        """Join the swarm of each model. `on_turn(name)` is called when a model's turn comes.
 
         Raises:
             SwarmError: a model can't be used. The others are closed again.
@@ -100,6 +101,7 @@ class ModelChoice:
         opened: list[OfferedModel] = []
         try:
             for name, client in config.each_model():
+                on_turn(name or _name_in_swarm(client))
                 opened.append(_open(client, name, config.max_length))
             return cls(opened, max_length=config.max_length)
         except BaseException:
@@ -352,6 +354,24 @@ def _not_open(name: str, failure: Exception | None) -> ApiError:
     error = ApiError.of(failure)
     message = f"{name} can't be opened here now: {error}"
     return ApiError(503, message, param="model", code=error.code, retry_after_s=RETRY_AFTER_S)
+
+
+def first_name(config: GatewayConfig) -> str:
+    """The name of the first model in requests, which is known before its swarm is.
+
+    Raises:
+        SwarmError: the model's directory or file can't be used.
+    """
+    name, client = config.each_model()[0]
+    return name or _name_in_swarm(client)
+
+
+def _name_in_swarm(config: ClientModelConfig) -> str:
+    """The name of a model without one of its own. It never holds the path to a directory or file."""
+    name = config.model
+    if user_path(name).exists():
+        name = open_checkpoint(name, **hub_options(config.revision)).public_name
+    return with_adapter(name, config.active_adapter)
 
 
 def _open(config: ClientModelConfig, name: str | None, max_length: int | None) -> OfferedModel:

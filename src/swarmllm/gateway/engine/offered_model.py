@@ -17,6 +17,7 @@ from swarmllm.api import (
     hub_token,
     open_model,
 )
+from swarmllm.gateway.settings import with_adapter
 
 UNKNOWN_LENGTH = 8192
 """Tokens of a model that doesn't say how many it takes. Assumed."""
@@ -85,7 +86,7 @@ class OfferedModel:
         self.swarm = swarm
         """The distributed model."""
         self.tokenizer = tokenizer
-        self.name = name or ":".join(filter(None, (view.model_name, view.config.active_adapter)))
+        self.name = name or with_adapter(view.model_name, view.config.active_adapter)
         """In the API."""
         self.fingerprint = view.fingerprint
         self.longest = max_length
