@@ -20,6 +20,7 @@ from wsproto import ConnectionType, WSConnection
 from wsproto.events import AcceptConnection, CloseConnection, Ping, RejectConnection, Request, TextMessage
 
 from swarmllm import LocalSwarm, embedded_model_path
+from swarmllm.commands.up import UpConfig
 from swarmllm.errors import ConfigurationError
 from swarmllm.gateway.app import TABLE
 from swarmllm.gateway.errors import ApiError
@@ -29,7 +30,7 @@ from swarmllm.gateway.settings import GatewayConfig
 
 def ask(method: str, path: str, headers: dict[str, str] | None = None, **settings: Any) -> httpx.Response:
     """One request to an application behind a guard with these settings."""
-    config = GatewayConfig(model="m", **settings)
+    config = GatewayConfig(**{"model": "m", **settings})
     rates = Rates(config.requests_per_minute)
     guard = Guard(PlainTextResponse("inside"), TABLE, config, rates, lambda path, status: None)
 
@@ -82,7 +83,12 @@ def test_preflight_needs_no_key(keys: str) -> None:
 
 
 def test_on_loopback_only_names_of_this_machine_are_answered() -> None:
-    assert ask("GET", "/", {"Host": "rebound.example:8080"}).status_code == 403
+    refused = ask("GET", "/", {"Host": "rebound.example:8080"})
+    assert refused.status_code == 403
+    assert refused.json()["error"]["message"].endswith("'rebound.example'; name it by --allowed_hosts")
+    of_up = ask("GET", "/", {"Host": "rebound.example"}, model=()).json()["error"]["message"]
+    assert of_up.endswith("name it by allowed_hosts in the file of --config")
+    assert ask("GET", "/", {"Host": "xn--bcher-kva"}, allowed_hosts=("bücher",)).status_code == 200
     assert ask("GET", "/", {"Host": "chat.example"}, allowed_hosts=("chat.example",)).status_code == 200
 
 
@@ -338,6 +344,13 @@ def test_a_dead_daemon_ends_the_gateway_with_a_reason(swarm: LocalSwarm) -> None
         (["--port", "99999"], "port must be"),
         (["--max_length", "0"], "max_length must be at least 1"),
         (["--api_keys_file", os.devnull], "holds no keys"),
+        (["--allowed_hosts", "http://x"], "'http://x' is no host for allowed_hosts: give it like chat.example.org"),
+        (["--allowed_hosts", "*.example.org"], "is no host for allowed_hosts"),
+        (["--allowed_hosts", ""], "is no host for allowed_hosts"),
+        (["--allowed_hosts", "a.example,b.example"], "is no host for allowed_hosts"),
+        (["--allowed_hosts", "x:80"], "allowed_hosts are names without ports: give x, not 'x:80'"),
+        (["--picture_hosts", "*.example.org"], "is no host for picture_hosts"),
+        (["--served_name", ""], "a served_name is empty: give each model a name, or leave it out"),
     ],
 )
 def test_unusable_flags_end_with_one_sentence(flags: list[str], words: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -347,6 +360,15 @@ def test_unusable_flags_end_with_one_sentence(flags: list[str], words: str, capf
     captured = capfd.readouterr().err
     assert words in captured
     assert captured.count("\n") == 1
+
+
+@pytest.mark.parametrize("origin", ["example.org", "https://example.org/", "https://a b", "", "https://a.org/chat"])
+def test_origins_that_no_browser_sends_are_refused(origin: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"is no origin for cors_origins: give it like https://example\.org"):
+        GatewayConfig(model="m", cors_origins=(origin,))
+    with pytest.raises(ConfigurationError, match="is no origin for cors_origins"):
+        UpConfig(cors_origins=(origin,))
+    GatewayConfig(model="m", cors_origins=("*", "null", "http://[::1]:80", "chrome-extension://abc"))
 
 
 def test_a_port_in_use_is_one_sentence_before_anything_is_loaded(capfd: pytest.CaptureFixture[str]) -> None:

@@ -80,7 +80,7 @@ def test_install_and_uninstall(calls: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_settings_without_a_flag_are_installed_in_a_file(calls: Path) -> None:
-    config = UpConfig(allowed_hosts=("box.fritz.box", 'a"b'), cors_origins=["https://example.org"], port=0)
+    config = UpConfig(allowed_hosts=("box.fritz.box", "bücher"), cors_origins=["https://example.org"], port=0)
     words = ["--install", "--port", "0", "--config", str(calls.parent / "given.toml")]
     (calls.parent / "given.toml").write_text(up.settings_text(config))
     assert up.main(words) == 0

@@ -35,6 +35,7 @@ from swarmllm.command_line import (
 from swarmllm.config import in_file, require_addresses, state_dir
 from swarmllm.errors import ConfigurationError
 from swarmllm.files import replace_file, user_path
+from swarmllm.gateway.settings import allowed_host, require_origin
 from swarmllm.invite import Invite, names_invite, read_invite
 from swarmllm.machines.settings import MachineConfig
 from swarmllm.machines.state import StateDirectory
@@ -86,6 +87,10 @@ class UpConfig(MachineConfig):
         super().__post_init__()
         for name in ("allowed_hosts", "cors_origins"):
             object.__setattr__(self, name, tuple(getattr(self, name)))  # accept lists as well
+        for host in self.allowed_hosts:
+            allowed_host(host)
+        for origin in self.cors_origins:
+            require_origin(origin)
         if self.port is not None and not 0 <= self.port < 65536:
             raise ConfigurationError(f"port must be 0 to 65535, not {self.port}")
         if self.install and self.uninstall:

@@ -24,7 +24,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from swarmllm.gateway.errors import ApiError
 from swarmllm.gateway.routes import RouteTable
-from swarmllm.gateway.settings import LOOPBACK, GatewayConfig
+from swarmllm.gateway.settings import LOOPBACK, GatewayConfig, allowed_host
 
 UNUSED = "swarmllm.unused_fields"
 """Key of the scope: fields of a request that were accepted although they change nothing."""
@@ -105,7 +105,7 @@ class Guard:
         self._rates = rates
         self._on_response = on_response
         own_name = socket.gethostname().lower()
-        self._hosts = {*LOOPBACK, *(name.lower() for name in config.allowed_hosts)}
+        self._hosts = {*LOOPBACK, *map(allowed_host, config.allowed_hosts)}
         if not config.on_loopback:
             self._hosts |= {own_name, f"{own_name}.local"}
 
@@ -151,11 +151,9 @@ class Guard:
         host = _parsed(f"//{connection.headers.get('host', '')}").hostname or ""
         is_number = not self._config.on_loopback and _is_ip_address(host)
         if not (is_number or host in self._hosts or ANY_HOST in self._hosts):
-            raise ApiError(
-                403,
-                f"this gateway is not called {host!r}; name it by allowed_hosts in the file of --config",
-                code="unknown_host",
-            )
+            # `swarmllm up`, whose gateway begins without a model, has no such flag.
+            setting = "--allowed_hosts" if self._config.model else "allowed_hosts in the file of --config"
+            raise ApiError(403, f"this gateway is not called {host!r}; name it by {setting}", code="unknown_host")
 
     def _check_origin(self, connection: HTTPConnection, origin: str | None, allowed: bool) -> None:
         if origin is None or allowed or connection.url.path == "/health":

@@ -1,5 +1,6 @@
 """Settings of the gateway; `gateway/__main__` makes its flags from these fields."""
 
+import re
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from ipaddress import ip_address
@@ -19,6 +20,8 @@ from swarmllm.api import (
 
 MAY_BE_0 = ("max_waiting", "max_stored_bytes")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_HOST = re.compile(r"\*|[\w-]+(\.[\w-]+)*", re.ASCII)
+_ORIGIN = re.compile(r"null|[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,11 +116,17 @@ class GatewayConfig(OfferedModels, ClientConfig, GatewayLimits):
             raise ConfigurationError(f"port must be 0 to 65535, not {self.port}")
         for host in self.picture_hosts:
             host_and_port(host)
+        for host in self.allowed_hosts:
+            allowed_host(host)
+        for origin in self.cors_origins:
+            require_origin(origin)
         limits = (one.name for one in fields(GatewayLimits) if one.name not in MAY_BE_0)
         require_positive(self, "requests_per_minute", *limits)
         for name in MAY_BE_0:
             if getattr(self, name) < 0:
                 raise ConfigurationError(f"{name} can't be negative, as {getattr(self, name)} is")
+        if self.served_name is not None and not all(name.strip() for name in self.served_name):
+            raise ConfigurationError("a served_name is empty: give each model a name, or leave it out")
         if self.served_name is not None and len(self.served_name) != len(self.model):
             raise ConfigurationError(f"{len(self.served_name)} names were given for {len(self.model)} models")
         if len(self.model) > 1:
@@ -175,8 +184,10 @@ def with_adapter(name: str, adapter: str | None) -> str:
     return name if adapter is None else f"{name}:{adapter}"
 
 
-def host_and_port(text: str) -> tuple[str, int | None]:
-    """A host of `--picture_hosts` in the form that hosts of URLs are compared with; port None: the usual ones.
+def host_and_port(
+    text: str, setting: str = "picture_hosts", like: str = "example.org or 10.0.0.5:8000"
+) -> tuple[str, int | None]:
+    """A host of a setting in the form that hosts of URLs are compared with; port None: the usual ones.
 
     Raises:
         ConfigurationError: it is no host.
@@ -189,6 +200,27 @@ def host_and_port(text: str) -> tuple[str, int | None]:
         name = host if ":" in host else host.encode("idna").decode()
     except ValueError:
         name, port = "", None
-    if not name or parts.path or parts.query or parts.fragment or parts.username is not None:
-        raise ConfigurationError(f"{text!r} is no host for picture_hosts: give it like example.org or 10.0.0.5:8000")
+    is_host = ":" in name or _HOST.fullmatch(name) is not None
+    if not is_host or parts.path or parts.query or parts.fragment or parts.username is not None:
+        raise ConfigurationError(f"{text!r} is no host for {setting}: give it like {like}")
     return name, port
+
+
+def allowed_host(text: str) -> str:
+    """A host of `--allowed_hosts` in the form that names of requests are compared with.
+
+    Raises:
+        ConfigurationError: it is no host, or has a port.
+    """
+    name, port = host_and_port(text, "allowed_hosts", "chat.example.org")
+    if port is not None:
+        raise ConfigurationError(f"allowed_hosts are names without ports: give {name}, not {text!r}")
+    return name
+
+
+def require_origin(text: str) -> None:
+    """Raise ConfigurationError unless this is `*`, or an origin as browsers write it."""
+    if text != "*" and not _ORIGIN.fullmatch(text):
+        raise ConfigurationError(
+            f"{text!r} is no origin for cors_origins: give it like https://example.org, without a path, or give *"
+        )
