@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
+from urllib.parse import unquote
 
 import httpx2 as httpx
 import psutil
@@ -103,6 +105,74 @@ def test_rebinding_reaches_no_gateway_off_loopback_either() -> None:
         for allowed in ("Chat.example", "*"):
             assert ask("GET", "/", {"Host": "chat.example"}, host=host, allowed_hosts=(allowed,)).status_code == 200
     assert ask("GET", "/", {"Host": "192.168.1.5"}).status_code == 403  # on loopback only its own numbers
+
+
+def asked_by_url(target: bytes, host: bytes = b"localhost:8080", **settings: Any) -> tuple[int, str, str]:
+    """The status, the path and the host behind the guard, for a request whose target is a whole URL."""
+    config = GatewayConfig(**{"model": "m", **settings})
+    seen: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append((scope["path"], dict(scope["headers"])[b"host"].decode()))
+        await PlainTextResponse("inside")(scope, receive, send)
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            seen.insert(0, message["status"])
+
+    guard = Guard(app, TABLE, config, Rates(None), lambda path, status: None)
+    raw_path = target.partition(b"?")[0]
+    scope = {"type": "http", "method": "GET", "scheme": "http", "query_string": b"", "client": ("127.0.0.1", 1)}
+    scope |= {"path": unquote(raw_path.decode()), "raw_path": raw_path, "headers": [(b"host", host)]}
+    asyncio.run(guard(scope, Mock(), send))
+    status, *inside = seen
+    return (status, *(inside[0] if inside else ("", "")))
+
+
+def test_a_target_may_be_a_whole_url(keys: str) -> None:
+    """Of an allowed host (RFC 9112, 3.2.2). The guard is as strict as for paths."""
+    assert asked_by_url(b"http://127.0.0.1:31980/health") == (200, "/health", "127.0.0.1:31980")
+    assert asked_by_url(b"HTTP://localhost?a=/b") == (200, "/", "localhost")
+    assert asked_by_url(b"http://localhost/static/a%2Fb%3F?c") == (200, "/static/a/b?", "localhost")
+    for target in (b"http://rebound.example/health", b"http:///health", b"http://localhost%2F@rebound.example/"):
+        assert asked_by_url(target)[0] == 403, target
+    assert asked_by_url(b"http://[::1/health")[0] == 400
+    assert asked_by_url(b"http://localhost/health", host=b"rebound.example")[0] == 403
+    assert asked_by_url(b"http://localhost/v1/models", api_keys_file=keys)[0] == 401
+    assert asked_by_url(b"http://localhost/health/../v1/models", api_keys_file=keys)[0] == 401
+    assert asked_by_url(b"http://localhost/health", api_keys_file=keys)[0] == 200
+
+
+def test_compressed_bodies_are_refused() -> None:
+    refused = ask("POST", "/v1/completions", {"Content-Encoding": "gzip"})
+    assert refused.status_code == 415
+    error = refused.json()["error"]
+    assert "Content-Encoding: gzip" in error["message"]
+    assert error["message"].endswith("send it uncompressed")
+    assert ask("POST", "/v1/completions", {"Content-Encoding": "Identity"}).status_code == 200
+
+
+def raw_answers(gateway: RunningGateway, *head: str) -> list[int]:
+    """The statuses of all answers to a request without its body, until the gateway closes the connection."""
+    with socket.create_connection(("127.0.0.1", int(gateway.url.rpartition(":")[2]))) as connection:
+        connection.settimeout(60)
+        connection.sendall("\r\n".join((*head, "", "")).encode())
+        found = b""
+        while data := connection.recv(1 << 16):
+            found += data
+    return [int(status) for status in re.findall(r"^HTTP/1\.1 (\d+)", found.decode(), re.MULTILINE)]
+
+
+def test_a_large_body_is_refused_before_it_is_sent(gateway: RunningGateway) -> None:
+    """And the connection is closed: the client's next request would be taken for the body."""
+    begin = ("POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Length: 99999999", "Expect: 100-continue")
+    assert raw_answers(gateway, *begin) == [413]
+    assert raw_answers(gateway, *begin, "Content-Encoding: gzip") == [415]
+
+
+def test_a_whole_url_reaches_its_path(gateway: RunningGateway) -> None:
+    head = (f"GET {gateway.url}/health HTTP/1.1", "Host: localhost", "Connection: close")
+    assert raw_answers(gateway, *head) == [200]
 
 
 @pytest.mark.parametrize("headers", [{"Host": "[::1"}, {"Host": "a]"}, {"Origin": "http://["}])

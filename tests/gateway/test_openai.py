@@ -235,6 +235,14 @@ def test_models(gateway: RunningGateway) -> None:
         gateway.openai.models.retrieve("somebody/else")
 
 
+def test_a_byte_order_mark_is_left_out(gateway: RunningGateway) -> None:
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 1})
+    assert gateway.http.post("/v1/completions", content=body.encode("utf-8-sig")).status_code == 200
+    refused = gateway.http.post("/v1/completions", content=body.encode("utf-16"))
+    assert refused.status_code == 400
+    assert "it is in UTF-16: send it in UTF-8" in refused.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("body", "status", "words"),
     [

@@ -37,6 +37,7 @@ _TYPES = {
     405: "invalid_request_error",
     408: "invalid_request_error",
     413: "invalid_request_error",
+    415: "invalid_request_error",
     429: "rate_limit_error",
 }
 _TYPE_NAMES = ("str", "int", "float", "bool")

@@ -10,12 +10,13 @@ import asyncio
 import hmac
 import ipaddress
 import itertools
+import re
 import socket
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from starlette.requests import HTTPConnection
 from starlette.responses import Response
@@ -34,6 +35,8 @@ ANY_HOST = "*"
 MAX_CALLERS = 10_000
 """Most callers whose rates are remembered; the one that was silent longest is dropped first."""
 POLICY_VIOLATION = 1008
+_ABSOLUTE = re.compile(rb"(?:https?|wss?)://([^/]*)(/.*)?", re.IGNORECASE)
+"""A request's target that is a whole URL, without its query."""
 SECURITY_HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self'; "
@@ -113,13 +116,22 @@ class Guard:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
+        as_sent, scope = HTTPConnection(scope), _in_origin_form(scope)
         connection = HTTPConnection(scope)
         origin = connection.headers.get("origin")
         cors = self._cors_headers(origin)
+        keeps_body = connection.headers.get("expect", "").lower() == "100-continue"
+
+        async def receive_body() -> Message:
+            nonlocal keeps_body
+            keeps_body = False  # the web server asks for it now
+            return await receive()
 
         async def send_and_count(message: Message) -> None:
             if message["type"] == "http.response.start":
                 more = {**SECURITY_HEADERS, **cors}
+                if keeps_body:  # it will never come, so the next request would be taken for it
+                    more["connection"] = "close"
                 if unused := scope.get(UNUSED):
                     more["x-unused-fields"] = ", ".join(unused)
                 message["headers"] = [*message["headers"], *((k.encode(), v.encode()) for k, v in more.items())]
@@ -127,12 +139,14 @@ class Guard:
             await send(message)
 
         try:
+            self._check_host(as_sent)
             self._check_host(connection)
             self._check_origin(connection, origin, bool(cors))
             if cors and scope.get("method") == "OPTIONS":
                 await Response(status_code=204)(scope, receive, send_and_count)
                 return
             self._check_key(connection)
+            _check_encoding(connection)
         except ApiError as error:
             if scope["type"] == "websocket":
                 await receive()  # "websocket.connect"; closing before accepting answers 403
@@ -140,7 +154,7 @@ class Guard:
             else:
                 await self._table.answer(error, scope["path"])(scope, receive, send_and_count)
             return
-        await self._app(scope, receive, send_and_count)
+        await self._app(scope, receive_body, send_and_count)
 
     def _check_host(self, connection: HTTPConnection) -> None:
         """Refuse unknown host names. A hostile page could make its own name point here (DNS rebinding), and ask under
@@ -156,7 +170,7 @@ class Guard:
             raise ApiError(403, f"this gateway is not called {host!r}; name it by {setting}", code="unknown_host")
 
     def _check_origin(self, connection: HTTPConnection, origin: str | None, allowed: bool) -> None:
-        if origin is None or allowed or connection.url.path == "/health":
+        if origin is None or allowed or connection.scope["path"] == "/health":
             return
         if _parsed(origin).netloc != connection.headers.get("host"):
             raise ApiError(
@@ -166,7 +180,7 @@ class Guard:
             )
 
     def _check_key(self, connection: HTTPConnection) -> None:
-        path = connection.url.path
+        path = connection.scope["path"]
         caller = connection.client.host if connection.client else ""
         if self._keys and self._table.needs_key(path):
             # Browsers can't set headers of a WebSocket, so there the key may come as a subprotocol "key.…".
@@ -202,6 +216,26 @@ class Guard:
             "access-control-max-age": "600",
             "vary": "Origin",
         }
+
+
+def _in_origin_form(scope: Scope) -> Scope:
+    """The scope with the path and host of a target that is a whole URL (RFC 9112, 3.2.2). Others stay as they are."""
+    target = _ABSOLUTE.fullmatch(scope.get("raw_path") or b"")
+    if target is None:
+        return scope
+    host, raw_path = target[1], target[2] or b"/"
+    headers = [(b"host", host), *(one for one in scope["headers"] if one[0] != b"host")]
+    return {**scope, "path": unquote(raw_path.decode("ascii")), "raw_path": raw_path, "headers": headers}
+
+
+def _check_encoding(connection: HTTPConnection) -> None:
+    encoding = connection.headers.get("content-encoding", "identity")
+    if encoding.lower() not in ("identity", ""):
+        raise ApiError(
+            415,
+            f"the body has Content-Encoding: {encoding[:32]}, and this gateway unpacks nothing: send it uncompressed",
+            code="unsupported_encoding",
+        )
 
 
 def _parsed(url: str) -> SplitResult:

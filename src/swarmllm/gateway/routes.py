@@ -29,6 +29,7 @@ _ERRORS = {
     403: "This host or origin is not allowed.",
     404: "There is no such model.",
     413: "The body is too large.",
+    415: "The body is compressed.",
     429: "Too many requests; see Retry-After.",
     503: "The swarm can't answer now.",
 }

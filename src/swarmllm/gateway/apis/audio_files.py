@@ -25,6 +25,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 
+from swarmllm.gateway.apis.responder import claimed_bytes
 from swarmllm.gateway.engine.audio_model import Samples
 from swarmllm.gateway.errors import ApiError
 
@@ -206,8 +207,7 @@ async def read_form(request: Request, file_field: str, max_file_bytes: int) -> F
     Raises:
         ApiError: it is no form, is too large, or comes too slowly.
     """
-    claimed = request.headers.get("content-length", "")
-    if claimed.isdecimal() and int(claimed) > max_file_bytes + PATIENT_BYTES:  # the other fields are far smaller
+    if claimed_bytes(request) > max_file_bytes + PATIENT_BYTES:  # the other fields are far smaller
         raise too_large(max_file_bytes)
     form = Form(file_field)
     try:
