@@ -8,6 +8,7 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 from swarmllm.commands import up, use
 from swarmllm.commands.up import UpConfig, parse_up, unit_path, unit_text
 from swarmllm.commands.use import Page, Screen, machine_lines, model_line
-from swarmllm.errors import ConfigurationError
+from swarmllm.errors import ConfigurationError, WeightsError
 from swarmllm.invite import Invite
 from swarmllm.machines.membership import Membership
 from swarmllm.machines.state import StateDirectory
@@ -307,11 +308,14 @@ class FakePage(Page):
         self._pictures, self._answers = pictures, answers
         self.asked: list[Any] = []
 
+    code = "model_opening"
+    """Why the model doesn't answer."""
+
     async def ask(self, path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
         if body is not None:
             self.asked.append((path, body))
         if path == "/v1/completions":
-            return self._answers.pop(0), b'{"error": {"message": "not yet"}}'
+            return self._answers.pop(0), json.dumps({"error": {"message": "not yet", "code": self.code}}).encode()
         if path == "/api/machines":
             return 200, json.dumps(self._pictures.pop(0) if len(self._pictures) > 1 else self._pictures[0]).encode()
         return 200, json.dumps({"number": 3, "what": "use m", "wanted": [{"name": "m", "manifest": "f"}]}).encode()
@@ -353,3 +357,43 @@ def test_use_ends_where_a_model_does_not_fit_or_another_is_chosen(monkeypatch: p
             asyncio.run(use.use(FakePage([picture("loading"), end], []), "m", add=False))
     with pytest.raises(ConfigurationError, match="not yet"):
         use._accepted(400, b'{"error": {"message": "not yet"}}')
+
+
+@pytest.mark.parametrize(("code", "kind"), [("configuration", ConfigurationError), ("weights_corrupt", WeightsError)])
+def test_use_ends_where_a_model_cannot_be_opened(code: str, kind: type[Exception]) -> None:
+    page = FakePage([picture("ready")], [503])
+    page.code = code
+    with pytest.raises(kind, match="not yet"):
+        asyncio.run(use.use(page, "m", add=False))
+    assert not page._answers
+
+
+class SilentPage(Page):
+    """An agent that owes an answer."""
+
+    def __init__(self) -> None:
+        super().__init__("http://here/", "k")
+        self.may_answer, self.has_answered = threading.Event(), threading.Event()
+
+    def _ask(self, path: str, body: dict[str, Any] | None) -> tuple[int, bytes]:
+        self.may_answer.wait(20)
+        self.has_answered.set()
+        return 200, b"{}"
+
+
+def test_the_end_of_use_does_not_wait_for_an_agent_that_does_not_answer() -> None:
+    """Neither Ctrl-C nor SIGTERM would end the command otherwise, because asyncio waits for its own threads."""
+    page = SilentPage()
+
+    async def give_up() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await page.get("/api/machines")
+
+    asyncio.run(give_up())
+    assert not page.has_answered.is_set()
+    page.may_answer.set()
+    assert page.has_answered.wait(20)
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and thread.name == "swarmllm-background":
+            thread.join()

@@ -13,15 +13,17 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from http.client import HTTPException
 from typing import Any
 
 from swarmllm.command_line import Parser, run_command
 from swarmllm.config import require_model_name, state_dir
 from swarmllm.data_structures import printable, size_in_words
-from swarmllm.errors import ConfigurationError, PeerUnreachableError, SwarmError
+from swarmllm.errors import ERRORS_BY_CODE, ConfigurationError, PeerUnreachableError, SwarmError, WeightsError
 from swarmllm.files import existing_path
 from swarmllm.machines.state import StateDirectory
+from swarmllm.server.downloads import in_background
 
 EXAMPLES = """examples:
   swarmllm use                    # the machines, and the page's address
@@ -34,6 +36,8 @@ LOOK_S = 0.25
 PATIENCE_S = 10.0
 """Seconds until a model that doesn't fit is reported: machines may be joining."""
 ANSWER_TIMEOUT_S = 300.0
+UNUSABLE = (ConfigurationError, WeightsError)
+"""Errors of a model's files. Trying again doesn't help, until somebody mends them."""
 AS_STORED = "auto"
 """`quant_type` of models that are published in few bits."""
 BAR_CHARS = 20
@@ -97,7 +101,7 @@ class Page:
         Raises:
             PeerUnreachableError: the agent doesn't run.
         """
-        return await asyncio.to_thread(self._ask, path, body)
+        return await in_background(partial(self._ask, path, body))  # the command's end doesn't wait for the agent
 
     def _ask(self, path: str, body: dict[str, Any] | None) -> tuple[int, bytes]:
         headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
@@ -125,20 +129,21 @@ def _accepted(status: int, answer: bytes) -> dict[str, Any]:
         SwarmError: it is an error.
     """
     if status >= 400:
-        kind = ConfigurationError if status == 400 else SwarmError
-        raise kind(_message(answer))
+        message, kind = _told(answer)
+        raise (ConfigurationError if status == 400 else kind)(message)
     found: dict[str, Any] = json.loads(answer)
     return found
 
 
-def _message(body: bytes) -> str:
-    """The sentence in an answer that is an error."""
+def _told(body: bytes) -> tuple[str, type[SwarmError]]:
+    """The sentence in an answer that is an error, and its class if it says that the model's files can't be used."""
     try:
-        found = json.loads(body)
-        error = found["error"]
-        return printable(str(error["message"] if isinstance(error, dict) else error))
+        error = json.loads(body)["error"]
+        message, code = (error["message"], error.get("code")) if isinstance(error, dict) else (error, None)
     except (ValueError, KeyError, TypeError):
-        return printable(body[:200].decode(errors="replace")) or "the agent refused it"
+        return printable(body[:200].decode(errors="replace")) or "the agent refused it", SwarmError
+    kind = ERRORS_BY_CODE.get(str(code), SwarmError)
+    return printable(str(message)), kind if issubclass(kind, UNUSABLE) else SwarmError
 
 
 # --- the screen
@@ -252,13 +257,17 @@ async def _watch(page: Page, manifest: str, began_at: float) -> None:
 
 
 async def _first_answer(page: Page, name: str) -> None:
-    """Return when the model has answered a request."""
+    """Return when the model has answered a request.
+
+    Raises:
+        SwarmError: it can't be opened, or didn't answer in time.
+    """
     deadline = time.monotonic() + ANSWER_TIMEOUT_S
     while True:
         status, answer = await page.ask("/v1/completions", {"model": name, "prompt": "Hello", "max_tokens": 1})
         if status in (200, 400):  # 400: it does something else than to write text
             return
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline or issubclass(_told(answer)[1], UNUSABLE):
             _accepted(status, answer)
         await asyncio.sleep(LOOK_S)
 
