@@ -28,6 +28,7 @@ data_structures  plain values that all rooms share, such as a server's announcem
 files            reading users' text, writing files safely, temporary directories
 machine_memory   main memory that this process may use; freed memory, given back
 errors           every error that a user can meet
+process_end      the end of processes that serve until they are stopped
 version          the version of this package
 """
 

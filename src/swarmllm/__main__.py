@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
+from swarmllm.process_end import USUAL, end_by_signal, end_process, take_signals
 from swarmllm.version import __version__
 
 
@@ -21,6 +22,8 @@ class Command:
     module: str
     does: str
     example: str
+    serves: bool = False
+    """It serves until it is stopped, so its process ends as `process_end` says."""
 
 
 COMMANDS = {
@@ -38,11 +41,13 @@ COMMANDS = {
         "swarmllm.server.__main__",
         "serve some blocks of a model",
         "swarmllm server --model M --num_blocks 8 --initial_peers ADDRESS",
+        serves=True,
     ),
     "dht": Command(
         "swarmllm.commands.dht",
         "a bootstrap peer: others join through it; it serves no blocks",
         "swarmllm dht --host_maddrs /ip4/0.0.0.0/tcp/31337",
+        serves=True,
     ),
     "generate": Command(
         "swarmllm.commands.generate",
@@ -63,6 +68,7 @@ COMMANDS = {
         "swarmllm.gateway.__main__",
         "an OpenAI-compatible web API, a chat page, a page of the swarm",
         "swarmllm gateway --model M --initial_peers ADDRESS",
+        serves=True,
     ),
     "models": Command(
         "swarmllm.commands.models",
@@ -138,10 +144,24 @@ def _run(arguments: list[str]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that `argv` (default: the command line) names and return its exit status."""
+    """Run the command that `argv` names and return its exit status.
+
+    Without `argv`, the command line names it, and the process is the command's own: if it serves, this ends it.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    ends_here = argv is None and any(name in COMMANDS and COMMANDS[name].serves for name in arguments[:1])
+    if ends_here:
+        take_signals(end_by_signal, *USUAL)
+    status = _run_and_flush(arguments)
+    if ends_here:
+        end_process(status)
+    return status
+
+
+def _run_and_flush(arguments: list[str]) -> int:
     try:
         try:
-            return _run(list(sys.argv[1:] if argv is None else argv))
+            return _run(arguments)
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()  # also after a help screen, where the parser ends the program

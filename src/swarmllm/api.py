@@ -68,6 +68,7 @@ from swarmllm.errors import (
 )
 from swarmllm.files import entries_of, read_text, user_path
 from swarmllm.machine_memory import total_memory_bytes
+from swarmllm.process_end import end_process
 from swarmllm.version import __version__
 
 if TYPE_CHECKING:
@@ -135,8 +136,8 @@ __all__ = [  # noqa: RUF022 - in groups
     # trainings
     "RunSummary", "logs_in", "run_summary",
     # commands
-    "Parser", "announced_imports", "docstrings", "one_line", "require_free_port", "run_command", "stop_event",
-    "entries_of", "read_text", "user_path", "printable", "total_memory_bytes", "__version__",
+    "Parser", "announced_imports", "docstrings", "end_process", "one_line", "require_free_port", "run_command",
+    "stop_event", "entries_of", "read_text", "user_path", "printable", "total_memory_bytes", "__version__",
 ]  # fmt: skip
 
 _HOMES = {

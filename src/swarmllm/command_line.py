@@ -1,6 +1,7 @@
 """Common parts of all commands: flags from settings, settings from a file, logging, signals, exit codes.
 
-Exit codes: 0 done, 1 failure, 2 unusable arguments, 130 interrupted. A SwarmError is printed as one sentence on
+Exit codes: 0 done, 1 failure, 2 unusable arguments, 130 interrupted; 0 for a command that serves until it is stopped
+(`process_end`). A SwarmError is printed as one sentence on
 standard error. Any other exception is a bug and shows its traceback.
 
 Each field of a settings dataclass becomes a flag (`argparse_options`). The metadata of a field changes that: `alias` is
@@ -31,7 +32,7 @@ import time
 import tomllib
 import warnings
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import MISSING, Field, fields
 from functools import cache
 from pathlib import PurePath
@@ -42,6 +43,7 @@ from swarmllm.config import ClientModelConfig, default_initial_peers, default_lo
 from swarmllm.errors import ConfigurationError, SwarmError
 from swarmllm.files import decoded, read_text
 from swarmllm.invite import is_invite, unpack_invites
+from swarmllm.process_end import USUAL, end_by_signal, take_signals
 
 logger = logging.getLogger(__name__)
 
@@ -376,7 +378,8 @@ def announced_imports(*, torch: bool = True) -> Iterator[None]:
         patience.wait_for(lambda: f"still {what}, from a slow disk or beside other programs")
         gc.disable()
         heard = signal.getsignal(signal.SIGINT)
-        may_interrupt = callable(heard) and threading.current_thread() is threading.main_thread()
+        is_main = threading.current_thread() is threading.main_thread()
+        may_interrupt = is_main and callable(heard) and heard is not end_by_signal
         if may_interrupt:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
@@ -388,8 +391,9 @@ def announced_imports(*, torch: bool = True) -> Iterator[None]:
             gc.enable()
 
 
-def run_program(program: Callable[[], int | None], *, default_log_level: str = "INFO") -> int:
-    """Run a synchronous command and return the exit code."""
+def run_program(program: Callable[[], int | None], *, default_log_level: str = "INFO", serves: bool = False) -> int:
+    """Run a synchronous command and return the exit code. With `serves`, it is 0 after signals: they are its usual
+    end."""
     try:
         _open_standard_streams()
         set_up_logging(default_log_level)
@@ -398,7 +402,7 @@ def run_program(program: Callable[[], int | None], *, default_log_level: str = "
                 stream.reconfigure(
                     errors="replace"
                 )  # users type any bytes, models write any characters, and terminals differ
-        with _ended_in_order():
+        with _ended_by_signals() if serves else _ended_in_order():
             code = program() or 0
             sys.stdout.flush()  # while a failure can still be reported
             return code
@@ -408,7 +412,7 @@ def run_program(program: Callable[[], int | None], *, default_log_level: str = "
     except KeyboardInterrupt:
         if sys.stderr.isatty():
             print(file=sys.stderr)  # so that the shell's prompt doesn't stand behind ^C
-        return 130
+        return 0 if serves else 130
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
@@ -444,15 +448,23 @@ def _ended_in_order() -> Iterator[None]:
     def end(signum: int, frame: object) -> NoReturn:
         sys.exit(128 + signum)
 
-    # Signals that are ignored stay ignored: nohup does that.
-    signums = [signum for signum in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(signum) is signal.SIG_DFL]
-    for signum in signums:
-        signal.signal(signum, end)
+    with _signals_for(end, signal.SIGTERM, signal.SIGHUP):
+        yield
+
+
+def _ended_by_signals() -> AbstractContextManager[None]:
+    """While entered, signals end the process with 0, until an event loop listens to them."""
+    return _signals_for(end_by_signal, *USUAL)
+
+
+@contextmanager
+def _signals_for(handler: Callable[[int, object], NoReturn], *signums: signal.Signals) -> Iterator[None]:
+    before = take_signals(handler, *signums)
     try:
         yield
     finally:
-        for signum in signums:
-            signal.signal(signum, signal.SIG_DFL)
+        for signum, usual in before.items():
+            signal.signal(signum, usual)
 
 
 def one_line(error: SwarmError) -> str:
@@ -460,8 +472,10 @@ def one_line(error: SwarmError) -> str:
     return " ".join(str(error).split())
 
 
-def run_command(command: Callable[[], Awaitable[int | None]], *, default_log_level: str = "INFO") -> int:
-    """Run an asynchronous command in an event loop and return the exit code."""
+def run_command(
+    command: Callable[[], Awaitable[int | None]], *, default_log_level: str = "INFO", serves: bool = False
+) -> int:
+    """`run_program` of an asynchronous command, in an event loop."""
 
     def program() -> int | None:
         import uvloop
@@ -469,7 +483,7 @@ def run_command(command: Callable[[], Awaitable[int | None]], *, default_log_lev
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_as_coroutine(command))
 
-    return run_program(program, default_log_level=default_log_level)
+    return run_program(program, default_log_level=default_log_level, serves=serves)
 
 
 async def _as_coroutine(command: Callable[[], Awaitable[int | None]]) -> int | None:

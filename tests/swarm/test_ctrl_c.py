@@ -82,6 +82,18 @@ def test_servers_leave_when_their_group_is_told_to(swarm: LocalSwarm, signum: in
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stage", ["importing PyTorch", "has 8 blocks", "comparing products", "measuring how fast"])
+def test_servers_that_are_stopped_while_they_start(stage: str) -> None:
+    """Also where a thread computes, which can't be interrupted."""
+    flags = ("--model", MODEL, "--host_maddrs", LOCAL_HOST, "--new_swarm", "--no_lan_discovery")
+    with Terminal("server", *flags, from_nothing=True) as terminal:
+        terminal.wait_for(stage)
+        os.kill(terminal.process.pid, signal.SIGTERM)
+        assert terminal.wait() == 0, terminal.seen
+        assert_tidy(terminal)
+
+
+@pytest.mark.slow
 def test_a_server_whose_terminal_is_closed_leaves_nothing_behind(swarm: LocalSwarm) -> None:
     with server_of(swarm) as terminal:
         terminal.wait_for("join with")

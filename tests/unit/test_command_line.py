@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -502,6 +503,59 @@ def test_bugs_show_their_traceback() -> None:
 
 
 PROGRAM = "import socket, sys; from swarmllm.command_line import run_program; sys.exit(run_program(lambda: {}))"
+
+
+SIGNALS = {signal.SIGTERM: 143, signal.SIGHUP: 129, signal.SIGINT: 130}
+
+
+def hears(signum: int, program: str) -> int:
+    """Exit code of a Python program in which `kill` sends it a signal."""
+    usual = "signal.signal(signal.SIGINT, signal.default_int_handler); signal.signal(signal.SIGHUP, signal.SIG_DFL)"
+    kill = f"kill = lambda *_: signal.raise_signal({int(signum)})"
+    lines = ["import asyncio, atexit, os, signal, sys", usual, kill, program]
+    return subprocess.run([sys.executable, "-c", "\n".join(lines)], check=False, stderr=subprocess.DEVNULL).returncode
+
+
+@pytest.mark.parametrize("signum", SIGNALS)
+def test_a_signal_is_the_usual_end_of_a_command_that_serves(signum: int) -> None:
+    """Also within a library that catches everything while it is imported. After the import, the event loop listens."""
+    catches = """
+from swarmllm.command_line import announced_imports, run_command, run_program
+def program():
+    with announced_imports():
+        try:
+            kill()
+        except Exception:
+            pass
+async def command():
+    program()
+"""
+    assert hears(signum, f"{catches}sys.exit(run_program(program, serves=True) or 5)") == 0
+    assert hears(signum, f"{catches}sys.exit(run_command(command, serves=True) or 5)") == 0
+    assert hears(signum, f"{catches}sys.exit(run_program(program))") == SIGNALS[signal.Signals(signum)]
+
+
+AS_COMMAND = """
+import swarmllm.__main__ as commands
+class Imported:
+    def main(argv):
+        return 7
+commands.import_module = {}
+sys.argv = ["swarmllm", "{}"]
+atexit.register(os._exit, 5)
+sys.exit(commands.main())
+"""
+
+
+@pytest.mark.parametrize("name", ["server", "dht", "gateway"])
+def test_a_signal_during_the_import_of_a_command_that_serves(name: str) -> None:
+    assert hears(signal.SIGTERM, AS_COMMAND.format("kill", name)) == 0
+
+
+@pytest.mark.parametrize(("name", "code"), [("server", 7), ("generate", 5)])
+def test_a_process_that_serves_ends_whatever_its_threads_do(name: str, code: int) -> None:
+    """Python's usual end would end a thread within torch, which aborts. So this end isn't the usual one."""
+    assert hears(signal.SIGTERM, AS_COMMAND.format("lambda name: Imported", name)) == code
 
 
 def run_in_shell(program: str, redirection: str) -> subprocess.CompletedProcess[str]:

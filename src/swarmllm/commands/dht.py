@@ -6,7 +6,6 @@ is its invite.
 
 import hashlib
 import logging
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -16,6 +15,7 @@ from swarmllm.config import PeerConfig, SwarmConfig, address_book_path, require_
 from swarmllm.errors import ConfigurationError, PeerUnreachableError
 from swarmllm.invite import Invite, require_peer_ids
 from swarmllm.network.relay.service import RelayRules
+from swarmllm.process_end import end_process
 
 if TYPE_CHECKING:
     from swarmllm.network.p2p.peer import Peer
@@ -154,8 +154,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     async def run() -> None:
         await run_bootstrap_peer(*parse_dht(argv))
 
-    return run_command(run)
+    return run_command(run, serves=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

@@ -5,9 +5,7 @@ import contextlib
 import errno
 import gc
 import logging
-import os
 import socket
-import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -18,6 +16,7 @@ from swarmllm.api import (
     PeerUnreachableError,
     SwarmConfig,
     announced_imports,
+    end_process,
     require_addresses,
     require_free_port,
     require_model_place,
@@ -267,11 +266,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         require_free_port(config.host, config.port, place, "choose another --port or --host")
         await serve(config)
 
-    return run_command(run)
+    return run_command(run, serves=True)
 
 
 if __name__ == "__main__":
-    code = main()
-    logging.shutdown()
-    sys.stdout.flush()
-    os._exit(code)  # everything is closed; unloading torch's modules would take another second
+    end_process(main())

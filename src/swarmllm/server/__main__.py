@@ -1,14 +1,12 @@
 """`python -m swarmllm.server`: serve some blocks of a model to a swarm."""
 
 import json
-import logging
 import os
 import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NoReturn
 
 from swarmllm.command_line import (
     Parser,
@@ -18,6 +16,7 @@ from swarmllm.command_line import (
     run_command,
 )
 from swarmllm.config import FROM_STDIN, ModelConfig, PeerConfig, SwarmConfig, require_addresses, require_model_place
+from swarmllm.process_end import end_process
 from swarmllm.server.settings import BlocksConfig, ServerConfig, ServerLimits
 
 KERNELS_KEPT = "64"
@@ -108,14 +107,7 @@ def run_server(read_config: Callable[[], ServerConfig]) -> int:
         else:
             await serve(config)
 
-    return run_command(run)
-
-
-def end_process(code: int) -> NoReturn:
-    """End the process at once: everything has been closed, and unloading torch's modules would take another second."""
-    logging.shutdown()
-    sys.stdout.flush()
-    os._exit(code)
+    return run_command(run, serves=True)
 
 
 if __name__ == "__main__":
