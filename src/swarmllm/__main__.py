@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
-from swarmllm.process_end import USUAL, end_by_signal, end_process, take_signals
+from swarmllm.process_end import USUAL, end_by_signal, end_process, serves, take_signals
 from swarmllm.version import __version__
 
 
@@ -22,8 +22,6 @@ class Command:
     module: str
     does: str
     example: str
-    serves: bool = False
-    """It serves until it is stopped, so its process ends as `process_end` says."""
 
 
 COMMANDS = {
@@ -41,13 +39,11 @@ COMMANDS = {
         "swarmllm.server.__main__",
         "serve some blocks of a model",
         "swarmllm server --model M --num_blocks 8 --initial_peers ADDRESS",
-        serves=True,
     ),
     "dht": Command(
         "swarmllm.commands.dht",
         "a bootstrap peer: others join through it; it serves no blocks",
         "swarmllm dht --host_maddrs /ip4/0.0.0.0/tcp/31337",
-        serves=True,
     ),
     "generate": Command(
         "swarmllm.commands.generate",
@@ -68,7 +64,6 @@ COMMANDS = {
         "swarmllm.gateway.__main__",
         "an OpenAI-compatible web API, a chat page, a page of the swarm",
         "swarmllm gateway --model M --initial_peers ADDRESS",
-        serves=True,
     ),
     "models": Command(
         "swarmllm.commands.models",
@@ -149,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Without `argv`, the command line names it, and the process is the command's own: if it serves, this ends it.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    ends_here = argv is None and any(name in COMMANDS and COMMANDS[name].serves for name in arguments[:1])
+    ends_here = argv is None and serves(arguments)
     if ends_here:
         take_signals(end_by_signal, *USUAL)
     status = _run_and_flush(arguments)

@@ -1,4 +1,4 @@
-"""The end of a process that serves until it is stopped: of `server`, `dht` and `gateway`.
+"""The end of a process that serves until it is stopped: of `server`, `dht`, `gateway` and `up`.
 
 A signal is the usual end of these commands, so its exit code is 0, at every stage:
 
@@ -13,15 +13,23 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+SERVING = ("server", "dht", "gateway", "up")
+INSTALLING = {"--install", "--uninstall"}
+"""Flags of `up` that end by themselves. If they are interrupted, they haven't done their work."""
 USUAL = {
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGHUP: signal.SIG_DFL,
     signal.SIGINT: signal.default_int_handler,
 }
 """Handlers of signals in a process that nobody has told otherwise."""
+
+
+def serves(arguments: Sequence[str]) -> bool:
+    """True if a command line, which begins with the command's name, serves until it is stopped."""
+    return any(name in SERVING for name in arguments[:1]) and not INSTALLING.intersection(arguments)
 
 
 def take_signals(handler: Callable[[int, object], NoReturn], *signums: signal.Signals) -> dict[int, Any]:

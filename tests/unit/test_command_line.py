@@ -541,18 +541,18 @@ class Imported:
     def main(argv):
         return 7
 commands.import_module = {}
-sys.argv = ["swarmllm", "{}"]
+sys.argv = ["swarmllm", *"{}".split()]
 atexit.register(os._exit, 5)
 sys.exit(commands.main())
 """
 
 
-@pytest.mark.parametrize("name", ["server", "dht", "gateway"])
+@pytest.mark.parametrize("name", ["server", "dht", "gateway", "up"])
 def test_a_signal_during_the_import_of_a_command_that_serves(name: str) -> None:
     assert hears(signal.SIGTERM, AS_COMMAND.format("kill", name)) == 0
 
 
-@pytest.mark.parametrize(("name", "code"), [("server", 7), ("generate", 5)])
+@pytest.mark.parametrize(("name", "code"), [("server", 7), ("up", 7), ("up --install", 5), ("generate", 5)])
 def test_a_process_that_serves_ends_whatever_its_threads_do(name: str, code: int) -> None:
     """Python's usual end would end a thread within torch, which aborts. So this end isn't the usual one."""
     assert hears(signal.SIGTERM, AS_COMMAND.format("lambda name: Imported", name)) == code

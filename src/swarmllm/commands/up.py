@@ -39,6 +39,7 @@ from swarmllm.gateway.settings import allowed_host, require_origin
 from swarmllm.invite import Invite, names_invite, read_invite
 from swarmllm.machines.settings import MachineConfig
 from swarmllm.machines.state import StateDirectory
+from swarmllm.process_end import end_process, serves
 from swarmllm.server.downloads import in_background
 
 if TYPE_CHECKING:
@@ -430,8 +431,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             await serve(config, invite)
 
-    return run_command(run)
+    return run_command(run, serves=serves(["up", *(sys.argv[1:] if argv is None else argv)]))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())
