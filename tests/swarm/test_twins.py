@@ -43,6 +43,15 @@ def test_one_that_joins_through_the_other(llama: Path, copies: tuple[Path, Path]
         assert doctor.returncode == 1
 
 
+@pytest.mark.rotates(3)
+def test_one_that_has_ended_is_forgotten(llama: Path, copies: tuple[Path, Path]) -> None:
+    with LocalSwarm(llama, spans=[(0, 4)], identity_path=copies[0], update_period=1, **OPTIONS) as swarm:
+        swarm.add_server((4, 8), identity_path=copies[1])
+        wait_until(lambda: all(map(warned, swarm.servers)), "both logs say it")
+        swarm.servers[1].kill()
+        wait_until(lambda: not shown(swarm), "status doesn't say it any more")
+
+
 @pytest.mark.slow
 def test_both_join_through_a_third(llama: Path, copies: tuple[Path, Path]) -> None:
     with LocalSwarm(llama, spans=[(0, 8)], update_period=1, **OPTIONS) as swarm:

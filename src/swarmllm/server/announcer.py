@@ -6,7 +6,7 @@
 import asyncio
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from swarmllm.config import RECORD_PERIODS, RENEWAL_PERIODS
@@ -158,9 +158,15 @@ class Announcer:
     """Announces the record that `describe` returns."""
 
     def __init__(
-        self, directory: BlockDirectory, record: ModelRecord, describe: Callable[[], ServerInfo], period_s: float
+        self,
+        directory: BlockDirectory,
+        record: ModelRecord,
+        describe: Callable[[], ServerInfo],
+        period_s: float,
+        look_first: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        self._directory = directory
+        """`look_first` is awaited before each renewal."""
+        self._directory, self._look_first = directory, look_first
         self._record = record
         self._describe = describe
         self._period_s = period_s
@@ -191,6 +197,8 @@ class Announcer:
                 await asyncio.sleep(RENEWAL_PERIODS * self._period_s / LOOKS_PER_RENEWAL)
                 if self._announced is not None and changed_notably(self._announced, self._describe()):
                     break
+            if self._look_first is not None:
+                await self._look_first()
             await self.announce()
 
     async def withdraw(self) -> None:

@@ -98,7 +98,9 @@ async def _serve_blocks(
             successors = Successors(others.look, others.open_stream, config.update_period)
             peer.find_relays(lambda: others.relays(dict(successors.announced)))
             record = OwnRecord(config, peer, loader, access, links, successors, span, twins=twins)
-            announcer = Announcer(directory, _model_record(checkpoint), record.describe, config.update_period)
+            announcer = Announcer(
+                directory, _model_record(checkpoint), record.describe, config.update_period, others.look_for_twins
+            )
             with _background(tasks, record, announcer):
                 await peer.serve_streams(_stream_handler(checkpoint, record))
                 await announcer.announce()  # as JOINING, before others find this server on the local network

@@ -10,7 +10,7 @@ from swarmllm.data_structures import ServerInfo, SwarmSnapshot
 from swarmllm.network.p2p.identity import Identity, contribution
 from swarmllm.network.wire.protocol import HelloHeader
 from swarmllm.server.announcer import changed_notably
-from swarmllm.server.peers.other_servers import Twins
+from swarmllm.server.peers.other_servers import TWIN_PERIODS, Twins
 from swarmllm.swarm.block_map import describe_shared_identities
 
 OWN = ServerInfo(peer_id=peer_id("own"), start=0, end=2)
@@ -50,6 +50,23 @@ def test_a_process_that_renews_its_record(twins: Twins, clock: Clock, caplog: py
     assert "--identity_path" in line
 
 
+def test_a_process_that_lives_on_is_told_all_the_time(twins: Twins, clock: Clock) -> None:
+    """Also if its record doesn't change any more, and if this server's own record hides it for a while."""
+    records(twins, clock, *({"instance": "ab", "num_sessions": number} for number in range(4)))
+    for _ in range(20):
+        records(twins, clock, {"instance": twins.instance}, {"instance": "ab", "num_sessions": 3})
+        assert twins.seen
+
+
+def test_a_process_that_has_ended(twins: Twins, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        records(twins, clock, *({"instance": "ab", "num_sessions": number} for number in range(4)))
+        assert twins.seen
+        records(twins, clock, *[{"instance": twins.instance}] * TWIN_PERIODS)
+        assert not twins.seen
+    assert len(caplog.messages) == 2, "one that comes back is told again"
+
+
 @pytest.mark.parametrize(
     "found",
     [
@@ -76,7 +93,7 @@ def greeting(server: Identity, client: str, *, same_identity: bool = True) -> He
     return HelloHeader(min_version=1, max_version=1, contribution=shown, same_identity=same_identity)
 
 
-def test_a_process_that_says_so(twins: Twins) -> None:
+def test_a_process_that_says_so(twins: Twins, clock: Clock) -> None:
     own, client = Identity.generate(), Identity.generate().peer_id
     twins.note_greeting(own.peer_id, greeting(own, client, same_identity=False), client)
     assert not twins.seen, "a client of the server's owner"
@@ -86,6 +103,8 @@ def test_a_process_that_says_so(twins: Twins) -> None:
     assert not twins.seen, "another key"
     twins.note_greeting(own.peer_id, greeting(own, client), client)
     assert twins.seen
+    clock.now += TWIN_PERIODS * PERIOD_S
+    assert not twins.seen, "it was refused, so it never announced anything"
 
 
 def test_is_announced_and_shown_at_once() -> None:

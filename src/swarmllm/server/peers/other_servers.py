@@ -11,7 +11,8 @@ or the other seem to be missing. No other peer can tell them apart, but each of 
 - in the swarm's records, where a record of the own peer id comes from another process;
 - at the address of an initial peer with the own peer id (`greet_twin`, before the server begins), which is then told.
 
-Both say so in their logs and in what they announce, so `swarmllm status` and `swarmllm doctor` say it as well.
+Both say so in their logs and in what they announce, so `swarmllm status` and `swarmllm doctor` say it as well. They
+say it until nothing has shown another process for `TWIN_PERIODS`: it may have ended, or was refused when it began.
 """
 
 import asyncio
@@ -41,6 +42,10 @@ logger = logging.getLogger(__name__)
 
 MEND = "give each server an --identity_path of its own, and remove copied files"
 
+TWIN_PERIODS = 3
+"""Update periods after which another process that nothing shows any more counts as gone. A living one renews its record
+twice per period, and `OtherServers.look_for_twins` reads it as often."""
+
 PINGS_PER_PERIOD = 8
 """Number of servers that are pinged; each costs a stream and some hundred bytes."""
 PING_SAMPLES = 3
@@ -62,18 +67,26 @@ class Twins:
     def __init__(self, update_period_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
         self.instance = secrets.token_hex(4)
         """Name of this process in its records."""
-        self.seen = False
-        """True if another one was seen since this process began."""
-        self._clock = clock
+        self._clock, self._period_s = clock, update_period_s
+        self._seen_until = -math.inf
+        self._proven = ""
+        """Name of the process that renewed a record."""
         self._expected_from = clock() + RECORD_PERIODS * update_period_s
         self._last: ServerInfo | None = None
+
+    @property
+    def seen(self) -> bool:
+        """True if another one was seen lately."""
+        return self._clock() < self._seen_until
 
     def note_record(self, own: ServerInfo) -> None:
         """Compare a record of this peer id. One of an earlier process of this server stays unchanged, and expires."""
         if own.instance in ("", self.instance):
             return
         last, self._last = self._last, own
-        if last is not None and last.instance == own.instance and last != own and self._clock() > self._expected_from:
+        is_renewed = last is not None and last.instance == own.instance and last != own
+        if own.instance == self._proven or (is_renewed and self._clock() > self._expected_from):
+            self._proven = own.instance
             self.report(f"the swarm has records of it from a process at {', '.join(own.addrs) or 'unknown addresses'}")
 
     def note_greeting(self, own_peer_id: str, greeting: HelloHeader, client: str) -> None:
@@ -84,10 +97,10 @@ class Twins:
             self.report("a process that begins now has said so")
 
     def report(self, how: str) -> None:
-        """Log the first time that one was seen."""
+        """Note that another one was seen now. The log tells it once."""
         if not self.seen:
             logger.warning("another process has this server's identity (%s): %s", how, MEND)
-        self.seen = True
+        self._seen_until = self._clock() + TWIN_PERIODS * self._period_s
 
 
 async def greet_twin(identity: Identity, initial_peers: Sequence[str]) -> str | None:
@@ -236,6 +249,18 @@ class OtherServers:
         others = await self.verified.verify([server for server in announced if server.peer_id != self._own_peer_id])
         self._met = others
         return SwarmSnapshot(num_blocks=self._num_blocks, servers=plausible((*others, *own)))
+
+    async def look_for_twins(self) -> None:
+        """Read the records again if another process was seen with this identity: it may live on.
+
+        Call it right before this server renews its record, which then hides the other's.
+        """
+        if not self._twins.seen:
+            return
+        try:
+            await self.announced()
+        except SwarmError as error:
+            logger.debug("could not look for another process with this identity: %s", error)
 
     def relays(self, round_trips_ms: Mapping[str, float]) -> list[RelayPeer]:
         """Return servers of the last look that may relay for this one, the nearest first."""
