@@ -17,7 +17,7 @@ import pytest
 from swarmllm.commands import up, use
 from swarmllm.commands.up import UpConfig, parse_up, unit_path, unit_text
 from swarmllm.commands.use import Page, Screen, machine_lines, model_line
-from swarmllm.errors import ConfigurationError, WeightsError
+from swarmllm.errors import ConfigurationError, CorruptWeightsError
 from swarmllm.invite import Invite
 from swarmllm.machines.membership import Membership
 from swarmllm.machines.state import StateDirectory
@@ -359,7 +359,9 @@ def test_use_ends_where_a_model_does_not_fit_or_another_is_chosen(monkeypatch: p
         use._accepted(400, b'{"error": {"message": "not yet"}}')
 
 
-@pytest.mark.parametrize(("code", "kind"), [("configuration", ConfigurationError), ("weights_corrupt", WeightsError)])
+@pytest.mark.parametrize(
+    ("code", "kind"), [("configuration", ConfigurationError), ("weights_corrupt", CorruptWeightsError)]
+)
 def test_use_ends_where_a_model_cannot_be_opened(code: str, kind: type[Exception]) -> None:
     page = FakePage([picture("ready")], [503])
     page.code = code

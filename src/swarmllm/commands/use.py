@@ -20,7 +20,14 @@ from typing import Any
 from swarmllm.command_line import Parser, run_command
 from swarmllm.config import require_model_name, state_dir
 from swarmllm.data_structures import printable, size_in_words
-from swarmllm.errors import ERRORS_BY_CODE, ConfigurationError, PeerUnreachableError, SwarmError, WeightsError
+from swarmllm.errors import (
+    ERRORS_BY_CODE,
+    BlockWeightsNotFoundError,
+    ConfigurationError,
+    CorruptWeightsError,
+    PeerUnreachableError,
+    SwarmError,
+)
 from swarmllm.files import existing_path
 from swarmllm.machines.state import StateDirectory
 from swarmllm.server.downloads import in_background
@@ -36,8 +43,9 @@ LOOK_S = 0.25
 PATIENCE_S = 10.0
 """Seconds until a model that doesn't fit is reported: machines may be joining."""
 ANSWER_TIMEOUT_S = 300.0
-UNUSABLE = (ConfigurationError, WeightsError)
-"""Errors of a model's files. Trying again doesn't help, until somebody mends them."""
+UNUSABLE = (ConfigurationError, BlockWeightsNotFoundError, CorruptWeightsError)
+"""Errors of a model's files. Trying again doesn't help, until somebody mends them. A mismatch with the swarm's weights
+may pass: the servers of an earlier version are leaving."""
 AS_STORED = "auto"
 """`quant_type` of models that are published in few bits."""
 BAR_CHARS = 20
