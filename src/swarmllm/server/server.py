@@ -144,6 +144,7 @@ async def _join_swarm(config: ServerConfig, checkpoint: Checkpoint, twins: Twins
         identity = Identity.load_or_create(config.identity_path)
         if (maddr := await greet_twin(identity, initial_peers)) is not None:
             twins.report(f"it answers at {maddr}")
+            twins.greet = partial(greet_twin, identity, [maddr])
     if not initial_peers and not config.new_swarm:
         initial_peers = await find_swarm(checkpoint.public_name, fingerprint(checkpoint))
     relay = RelayRules(mbps=config.relay_mbps, servers=config.allowed_servers, clients=config.allowed_clients)
@@ -205,6 +206,7 @@ def _background(tasks: asyncio.TaskGroup, record: OwnRecord, announcer: Announce
         tasks.create_task(announcer.announce_forever(), name="announce"),
         tasks.create_task(record.successors.ping_forever(peer.peer_id, lambda: record.span), name="ping successors"),
         tasks.create_task(metrics, name="serve metrics"),
+        tasks.create_task(record.twins.greet_while_seen(), name="greet another process with this identity"),
     ]
     if config.nice:
         giving_way = give_way(device_thread.niceness, partial(_wanted_cores, record), config.update_period)

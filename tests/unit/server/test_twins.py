@@ -1,5 +1,6 @@
 """Two processes with one identity: what shows it, and what doesn't."""
 
+import asyncio
 import logging
 from typing import Any
 
@@ -105,6 +106,21 @@ def test_a_process_that_says_so(twins: Twins, clock: Clock) -> None:
     assert twins.seen
     clock.now += TWIN_PERIODS * PERIOD_S
     assert not twins.seen, "it was refused, so it never announced anything"
+
+
+def test_one_that_answered_is_greeted_while_it_answers(clock: Clock) -> None:
+    """The two may have no other peer in common, which would keep the records of both."""
+    twins, answers = Twins(1e-4, clock), ["/here"] * 9 + [None] * 9
+
+    async def greet() -> str | None:
+        assert twins.seen
+        clock.now += 1e-4
+        return answers.pop(0)
+
+    twins.greet = greet
+    twins.report("it answers at /here")
+    asyncio.run(twins.greet_while_seen())
+    assert answers == [None] * (9 - TWIN_PERIODS)
 
 
 def test_is_announced_and_shown_at_once() -> None:

@@ -9,7 +9,8 @@ the swarm. Connections to the peer id reach either of them, and their records re
 or the other seem to be missing. No other peer can tell them apart, but each of them can see the other:
 
 - in the swarm's records, where a record of the own peer id comes from another process;
-- at the address of an initial peer with the own peer id (`greet_twin`, before the server begins), which is then told.
+- at the address of an initial peer with the own peer id (`greet_twin`, before the server begins), which is then told,
+  and told again in each period: the two may have no other peers in common, so no records either.
 
 Both say so in their logs and in what they announce, so `swarmllm status` and `swarmllm doctor` say it as well. They
 say it until nothing has shown another process for `TWIN_PERIODS`: it may have ended, or was refused when it began.
@@ -69,6 +70,8 @@ class Twins:
         """Name of this process in its records."""
         self._clock, self._period_s = clock, update_period_s
         self._seen_until = -math.inf
+        self.greet: Callable[[], Awaitable[str | None]] | None = None
+        """Greets the one that answered before this server began; returns its address, None if it doesn't answer."""
         self._proven = ""
         """Name of the process that renewed a record."""
         self._expected_from = clock() + RECORD_PERIODS * update_period_s
@@ -102,20 +105,38 @@ class Twins:
             logger.warning("another process has this server's identity (%s): %s", how, MEND)
         self._seen_until = self._clock() + TWIN_PERIODS * self._period_s
 
+    async def greet_while_seen(self) -> None:
+        """Greet the one that answered before this server began in each period, as long as one is seen: so both know
+        that the other lives on."""
+        while self.greet is not None and self.seen:
+            await asyncio.sleep(self._period_s)
+            if (maddr := await self.greet()) is not None:
+                self.report(f"it answers at {maddr}")
+
 
 async def greet_twin(identity: Identity, initial_peers: Sequence[str]) -> str | None:
     """Greet a process with this identity at one of these addresses; return its address, or None if there is none.
 
-    Call it before this server listens anywhere, or it would find itself.
+    Call it before this server listens anywhere, or it would find itself. Later, only the returned address is safe.
     """
     own = [maddr for maddr in initial_peers if split_initial_peer(maddr)[0] == identity.peer_id]
-    if not own:
+    if not own or not await _greet(identity, own):
         return None
+    if len(own) == 1:
+        return own[0]
+    for maddr in own:
+        if await _greet(identity, [maddr]):
+            return maddr
+    return None
+
+
+async def _greet(identity: Identity, own: Sequence[str]) -> bool:
+    """Greet a process with this identity at one of these addresses; False if there is none."""
     try:
         peer = await Peer.create(initial_peers=own, client_mode=True)
     except SwarmError as error:  # usual: a server that restarts is among its own initial peers
         logger.debug("nobody else has this identity: %s", error)
-        return None
+        return False
     async with peer:
         try:
             stream = await peer.open_stream(identity.peer_id, [split_initial_peer(maddr)[1] for maddr in own])
@@ -123,7 +144,7 @@ async def greet_twin(identity: Identity, initial_peers: Sequence[str]) -> str | 
             stream.abort()
         except SwarmError as error:
             logger.debug("the other process with this identity can't be told: %s", error)
-    return own[0]
+    return True
 
 
 @dataclass
