@@ -1,8 +1,8 @@
 """Common parts of all commands: flags from settings, settings from a file, logging, signals, exit codes.
 
 Exit codes: 0 done, 1 failure, 2 unusable arguments, 130 interrupted; 0 for a command that serves until it is stopped
-(`process_end`). A SwarmError is printed as one sentence on
-standard error. Any other exception is a bug and shows its traceback.
+(`process_end`). A SwarmError is printed as one sentence on standard error. Any other exception is a bug and shows its
+traceback.
 
 Each field of a settings dataclass becomes a flag (`argparse_options`). The metadata of a field changes that: `alias` is
 a second name of the flag; `hidden` keeps it off the help screens; `in_file` makes it a key of the file of `--config`,
