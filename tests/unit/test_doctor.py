@@ -6,9 +6,11 @@ import importlib.metadata
 import json
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -233,3 +235,21 @@ def test_memory_that_is_no_size(memory: str) -> None:
         DoctorConfig(model="m", memory=(memory,))
     with pytest.raises(ConfigurationError, match="name it with --model"):
         DoctorConfig(memory=("24",))
+
+
+def test_the_end_does_not_wait_for_a_name_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_answer, has_answered = threading.Event(), threading.Event()
+
+    def look_up(*_: Any, **__: Any) -> Any:
+        may_answer.wait(20)
+        has_answered.set()
+        raise socket.gaierror(socket.EAI_AGAIN, "no name server")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(checks, "DIAL_TIMEOUT_S", 0.01)
+    assert "no answer" in (asyncio.run(checks.dial("/dns4/nowhere.example/tcp/1")) or "")
+    assert not has_answered.is_set()
+    may_answer.set()
+    for thread in threading.enumerate():
+        if thread.name == "swarmllm-background":
+            thread.join()

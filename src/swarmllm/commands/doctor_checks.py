@@ -11,8 +11,11 @@ import math
 import os
 import re
 import shutil
+import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -39,6 +42,7 @@ from swarmllm.network.p2p.identity import Identity
 from swarmllm.network.p2p.peer import Peer
 from swarmllm.server.device import device as memory
 from swarmllm.server.device.device import resolve_device
+from swarmllm.server.downloads import in_background
 from swarmllm.swarm.block_map import describe_shared_identities
 from swarmllm.swarm.stacks import describe_blocks
 
@@ -385,6 +389,18 @@ async def _dial_any(addrs: Sequence[str]) -> str | None:
     return None if None in problems else "; ".join(f"{addr}: {p}" for addr, p in zip(addrs, problems, strict=True))
 
 
+async def _connected(host: str, port: int) -> asyncio.StreamWriter:
+    """Connect to the first address of a host that accepts.
+
+    Names are looked up in a thread: an event loop's own look-up would hold up Ctrl-C while a name server is silent.
+    """
+    *others, last = {str(place[0]): None for *_, place in await in_background(partial(socket.getaddrinfo, host, None))}
+    for address in others:
+        with suppress(OSError):
+            return (await asyncio.open_connection(address, port))[1]
+    return (await asyncio.open_connection(last, port))[1]
+
+
 async def dial(addr: str) -> str | None:
     """None if something accepts TCP connections at this multiaddress; else the problem and the mend."""
     match = re.fullmatch(r"/(?:ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/(\d{1,5})", addr)
@@ -392,7 +408,7 @@ async def dial(addr: str) -> str | None:
         return None  # only libp2p knows this kind; joining will tell
     try:
         async with asyncio.timeout(DIAL_TIMEOUT_S):
-            _, writer = await asyncio.open_connection(match[1], int(match[2]))
+            writer = await _connected(match[1], int(match[2]))
     except TimeoutError:
         return "no answer: the machine is off, the address is wrong, or a firewall drops what comes to this port"
     except ConnectionRefusedError:
