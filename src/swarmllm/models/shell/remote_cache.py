@@ -7,7 +7,7 @@ A forward runs its blocks without a session if perhaps nobody continues its cach
 cache is `deferred`: it costs servers nothing. When it is continued after all, servers compute its positions again.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Never, NoReturn, Protocol, Self, SupportsIndex
@@ -107,6 +107,8 @@ class RemoteCache(PhantomCache):
         """True if the model was in train mode then; None: there was no such forward yet."""
         self._read_in: object = None
         """The `generate()` in which that adapter was read."""
+        self._stamp: object = None
+        """Its `BlockAdapters.stamp`, if it was read outside of one."""
         self.source_mask: Tensor | None = None
         """The mask of the encoder outputs, since the session's first forward."""
         self._rows = batch_size
@@ -120,22 +122,27 @@ class RemoteCache(PhantomCache):
         """The cache that decoders with an encoder ask for lengths."""
         return self
 
-    def keeps_adapter(self, training: bool) -> bool:
-        """True if a later step may use the last adapter: within a `generate()`, because reading it from the model
-        again, to compare, costs time.
+    def keeps_adapter(self, training: bool, stamp: Callable[[], object]) -> bool:
+        """True if a later step may use the last adapter: in the same `generate()`, or with the same `stamp`. Reading it
+        from the model again, to compare, costs time.
 
         A prefix of peft is given to the first forward alone.
         """
-        is_same = self._read_in is not None and self._read_in is _this_generate.get()
-        return (is_same and self.begun_in_training == training) or self.num_prefix > 0
+        if self.num_prefix:
+            return True
+        if self.begun_in_training != training or self._read_in is not (now := _this_generate.get()):
+            return False
+        return now is not None or self._stamp == stamp()
 
-    def note_adapter(self, adapter: BlockAdapter | None, training: bool) -> None:
+    def note_adapter(self, adapter: BlockAdapter | None, training: bool, stamp: Callable[[], object]) -> None:
         """Note the adapter of a forward that read it from the model."""
         self.adapter, self.begun_in_training, self._read_in = adapter, training, _this_generate.get()
+        self._stamp = stamp() if self._read_in is None else None
 
     def go_on_with_adapter_of(self, other: "RemoteCache") -> None:
         """Take over the adapter of the other's last forward."""
-        self.adapter, self.begun_in_training, self._read_in = other.adapter, other.begun_in_training, other._read_in
+        self.adapter, self.begun_in_training = other.adapter, other.begun_in_training
+        self._read_in, self._stamp = other._read_in, other._stamp
 
     @property
     def batch_size(self) -> int:

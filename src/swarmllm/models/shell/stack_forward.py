@@ -23,7 +23,7 @@ and other forwards may begin. Speculation uses it (`speculation/sampling_loop`).
 
 import functools
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -41,7 +41,7 @@ from transformers.utils.output_capturing import (
     selected_hidden_states,
 )
 
-from swarmllm.data_structures import Span
+from swarmllm.data_structures import Patch, Span
 from swarmllm.errors import ConfigurationError, LocalProtocolError
 from swarmllm.models.adapters.block_adapter import BlockAdapter
 from swarmllm.models.adapters.dropout import draw_seeds
@@ -321,20 +321,26 @@ def _adapter(
     """(the adapter of the blocks, the parameters that are trained)."""
     adapters, stack = of_shell.adapters, of_shell.module
     goes_on = cache is not None and cache.session.position > 0
-    if cache is not None and goes_on and cache.keeps_adapter(shell.training):
+    in_blocks = prefix if prefix is not None else shell.tuned_prompts
+
+    def prompts() -> Iterator[tuple[Patch, list[Tensor]]]:
+        return iter(()) if in_blocks is None else in_blocks.patches()
+
+    def stamp() -> object:
+        return adapters.stamp([one for _, tensors in prompts() for one in tensors], shell.device.type)
+
+    if cache is not None and goes_on and cache.keeps_adapter(shell.training, stamp):
         return cache.adapter, ()
     if stack.training and (rate := getattr(stack, "layerdrop", 0)):
         raise ConfigurationError(f"layerdrop={rate} would drop all blocks at once: set it to 0, or call model.eval()")
     if shell.training and torch.is_grad_enabled():
         shell.swarm_notices.tell(shell)
-    in_blocks = prefix if prefix is not None else shell.tuned_prompts
-    prompts = () if in_blocks is None else in_blocks.patches()
     tuners = getattr(shell, "peft_config", None) or {}
-    adapter, trained = adapters.collect(tuners, prompts, shell.device.type)
+    adapter, trained = adapters.collect(tuners, prompts(), shell.device.type)
     if tuners and torch.is_grad_enabled() and any(one.requires_grad for one in trained):
         shell.swarm_notices.tell_of_prompts(shell.tuned_prompts)
     if cache is not None:
-        cache.note_adapter(adapter, shell.training)
+        cache.note_adapter(adapter, shell.training, stamp)
     return adapter, () if goes_on else trained
 
 
