@@ -1,6 +1,7 @@
 """Streams: order, liveness, backpressure, and every way to end."""
 
 import asyncio
+import socket
 import time
 from collections.abc import Callable, Iterator
 
@@ -215,6 +216,22 @@ async def test_a_hang_up_wakes_the_receiver_and_complete_messages_come_first(str
         await client.receive()
     with pytest.raises(PeerUnreachableError):
         await client.send(MessageType.STEP, {})
+
+
+async def test_a_sender_that_never_waits_hears_that_the_peer_has_hung_up(streams: Streams) -> None:
+    """The event loop, which would tell it, isn't called in between."""
+    client, server = streams
+    server.transport.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+    sent: list[None] = []
+
+    async def send_all() -> None:
+        while len(sent) < 1000:
+            await client.send(MessageType.STEP, {})
+            sent.append(None)
+
+    with pytest.raises(PeerUnreachableError, match="hung up"):
+        await send_all()
+    assert len(sent) < 10
 
 
 async def test_closing_wakes_the_own_receiver(streams: Streams) -> None:

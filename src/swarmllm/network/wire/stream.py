@@ -240,6 +240,9 @@ class FrameStream(asyncio.BufferedProtocol):
             self._write(frame)
 
     def _write(self, frame: bytes) -> None:
+        if self._transport is not None and self._transport.is_closing():
+            # The event loop tells it later: never, if the sender doesn't wait in between.
+            self._end(PeerUnreachableError, "hung up")
         if self._ended is not None or self._transport is None:
             raise self._error()
         traffic.sent_bytes += len(frame)
