@@ -253,7 +253,10 @@ class Parser(argparse.ArgumentParser):
         """One setting of a file as flags, each with its value behind `=`: the value may begin with a dash."""
         name, place = _underscored(f"--{key}"), f"{key} in {path}"
         actions = {
-            flag: one for one in self._actions for flag in one.option_strings and (f"--{one.dest}", *one.option_strings)
+            flag: one
+            for one in self._actions
+            for flag in one.option_strings and (f"--{one.dest}", *one.option_strings)
+            if flag.startswith("--") and one.dest not in ("help", "help_all", "version")
         }
         if name == "--config":
             self.error(f"{place} can't name another file: write the settings of that file here")

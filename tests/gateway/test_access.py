@@ -432,13 +432,19 @@ def test_unusable_flags_end_with_one_sentence(flags: list[str], words: str, capf
     assert captured.count("\n") == 1
 
 
-@pytest.mark.parametrize("origin", ["example.org", "https://example.org/", "https://a b", "", "https://a.org/chat"])
+@pytest.mark.parametrize(
+    "origin",
+    [
+        *("example.org", "https://example.org/", "https://a b", "", "https://a.org/chat"),
+        *("https://Example.org", "https://example.org:443", "https://münchen.example", "https://*.example.org"),
+    ],
+)
 def test_origins_that_no_browser_sends_are_refused(origin: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"is no origin for cors_origins: give it like https://example\.org"):
+    with pytest.raises(ConfigurationError, match=r"is no origin for cors_origins: .* like https://example\.org"):
         GatewayConfig(model="m", cors_origins=(origin,))
     with pytest.raises(ConfigurationError, match="is no origin for cors_origins"):
         UpConfig(cors_origins=(origin,))
-    GatewayConfig(model="m", cors_origins=("*", "null", "http://[::1]:80", "chrome-extension://abc"))
+    GatewayConfig(model="m", cors_origins=("*", "null", "file://", "http://[::1]:81", "chrome-extension://abc"))
 
 
 def test_a_port_in_use_is_one_sentence_before_anything_is_loaded(capfd: pytest.CaptureFixture[str]) -> None:

@@ -122,6 +122,33 @@ def test_blocks_have_the_bits_of_torch_where_its_order_is_known(
             assert torch.equal(blocks.forward(inputs), native.forward(inputs)), (seq_len, leaf.requires_grad)
 
 
+@pytest.mark.parametrize("largest", [whole.LARGEST_TRIED, 0])
+def test_products_have_the_bits_of_torch_where_its_order_is_known(
+    largest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of inputs of all kinds; also where a weight is so large that it is tried itself."""
+    monkeypatch.setattr(whole, "_is_faster", lambda *_: True)
+    monkeypatch.setattr(whole, "_found", {})
+    monkeypatch.setattr(whole, "_known", {})
+    monkeypatch.setattr(whole, "LARGEST_TRIED", largest)
+    generator = torch.Generator().manual_seed(0)
+    weight = whole._at(torch.randn(256, 512, generator=generator).bfloat16(), 0)
+    bias, matrix = torch.randn(256, generator=generator).bfloat16(), Whole(weight, torch.bfloat16)
+    for has_bias in (False, True):
+        whole.find_orders(weight, has_bias=has_bias)
+    if not whole.knows(weight, whole.MANY):
+        pytest.skip("torch adds in another order here")
+    for num_inputs in (1, 4, 5, 16, 17, 40, 100):
+        wide = torch.randn(2, num_inputs, 1024, generator=generator).bfloat16()
+        for inputs in (wide[..., :512].contiguous(), wide[..., :512], wide[:, :, ::2].transpose(0, 1)):
+            for added in (None, bias, bias.clone().requires_grad_()):
+                got, expected = matrix.linear(inputs, added), F.linear(inputs, weight, added)
+                assert torch.equal(got, expected), (num_inputs, inputs.stride(), added is None)
+                if added is not None and added.requires_grad:
+                    (gradient,) = torch.autograd.grad(got.float().sum(), added)
+                    torch.testing.assert_close(gradient, torch.full_like(added, 2.0 * num_inputs))
+
+
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_gradients(has_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     slow_bfloat16(monkeypatch)

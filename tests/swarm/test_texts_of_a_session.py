@@ -129,6 +129,93 @@ def test_a_cache_knows_its_adapter(llama: Path, swarm: LocalSwarm) -> None:
             tuned(input_ids=ids[:, :2], past_key_values=past)
 
 
+def test_an_adapter_that_was_taken_off(llama: Path, swarm: LocalSwarm) -> None:
+    ids = prompt(length=LENGTH)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], init_lora_weights=False)
+    with connected(llama, swarm.initial_peers) as remote, torch.no_grad():
+        tuned = peft.get_peft_model(remote, config).eval()
+        past = tuned(input_ids=ids, use_cache=True).past_key_values
+        bare = tuned.unload()
+        with pytest.raises(ConfigurationError, match="adapter has changed"):
+            bare(input_ids=ids[:, :2], past_key_values=past)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+def test_adapters_of_embeddings_and_hooks_on_the_stack(llama: Path, swarm: LocalSwarm) -> None:
+    ids, local = prompt(length=LENGTH), load_local(llama)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["embed_tokens"], init_lora_weights=False)
+
+    def shift(stack: Any, args: Any, kwargs: Any) -> Any:
+        return args, {**kwargs, "input_ids": (kwargs["input_ids"] + 1) % 64}
+
+    with connected(llama, swarm.initial_peers) as remote, remote.inference_session(max_length=100):
+        tuned = []
+        for model in (remote, local):
+            torch.manual_seed(0)
+            tuned.append(peft.get_peft_model(model, config).eval())
+
+        def check() -> None:
+            options = {"max_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+            assert torch.equal(*(one.generate(input_ids=ids, **options) for one in tuned))
+
+        check()
+        with tuned[0].disable_adapter(), tuned[1].disable_adapter():
+            check()
+        check()
+        for model in (remote, local):
+            model.model.register_forward_pre_hook(shift, with_kwargs=True)
+        check()
+
+
+def test_a_text_that_is_changed_in_place(model: Any, local: PreTrainedModel) -> None:
+    with model.inference_session(max_length=100):
+        ids = model.generate(prompt(length=LENGTH), max_new_tokens=4, do_sample=False)
+        ids[0, 4] = (ids[0, 4] + 1) % 64
+        for place in (4, 2):
+            texts = [one.generate(ids, max_new_tokens=4, do_sample=False) for one in (model, local)]
+            assert torch.equal(*texts)
+            ids[0, place] = (ids[0, place] + 1) % 64
+
+
+def test_padding_with_the_token_that_ends_a_text(model: Any, local: PreTrainedModel) -> None:
+    """No mask is inferred from it."""
+    ids, mask = prompt(length=LENGTH), PADDED.clone()
+    ids[:, :3] = 5
+    with model.inference_session(max_length=100):
+        for given in ({"attention_mask": mask}, {}, {"attention_mask": mask}):
+            options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 5, "eos_token_id": 5, **given}
+            assert torch.equal(model.generate(ids, **options), local.generate(ids, **options))
+
+
+def test_a_mask_after_steps_without_one(model: Any, local: PreTrainedModel) -> None:
+    ids = prompt(length=LENGTH)
+    with model.inference_session(max_length=100) as session, torch.no_grad():
+        session.step(model.embed(ids))
+        options = {"max_new_tokens": 4, "do_sample": False, "attention_mask": PADDED}
+        assert torch.equal(model.generate(ids, **options), local.generate(ids, **options))
+
+
+def test_options_that_need_the_tokenizer(model: Any) -> None:
+    class Tokenizer:
+        def get_vocab(self) -> dict[str, int]:
+            return {chr(60 + idx): idx for idx in range(64)}
+
+        def decode(self, ids: Any, **_: Any) -> str:
+            return "".join(chr(60 + int(idx)) for idx in torch.as_tensor(ids).flatten())
+
+        def batch_decode(self, rows: Any, **_: Any) -> list[str]:
+            return [self.decode(row) for row in rows]
+
+        def __len__(self) -> int:
+            return 64
+
+    options = {"tokenizer": Tokenizer(), "dry_multiplier": 0.8, "max_new_tokens": 6, "do_sample": False}
+    expected = model.generate(prompt(length=LENGTH), **options)
+    with model.inference_session(max_length=100):
+        for _ in range(2):
+            assert torch.equal(model.generate(prompt(length=LENGTH), **options), expected)
+
+
 def test_a_closed_session_cannot_be_entered(model: Any) -> None:
     session = model.inference_session(max_length=20)
     session.close()

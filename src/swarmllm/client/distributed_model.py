@@ -301,11 +301,20 @@ class DistributedEncoderDecoder(DistributedModel):
         raise ConfigurationError("head() is for models without an encoder: call this model as transformers does")
 
 
-class DistributedModelForSeq2SeqLM(DistributedEncoderDecoder):
+class _WritingEncoderDecoder(DistributedEncoderDecoder):
+    """One with `generate()`."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' `generate()`."""
+        with one_generate():
+            return super().generate(*args, **kwargs)
+
+
+class DistributedModelForSeq2SeqLM(_WritingEncoderDecoder):
     """A distributed model that writes text from text."""
 
 
-class DistributedModelForSpeechSeq2Seq(DistributedEncoderDecoder):
+class DistributedModelForSpeechSeq2Seq(_WritingEncoderDecoder):
     """A distributed model that writes text from sound."""
 
 

@@ -32,6 +32,7 @@ from swarmllm.decoding.methods import padding_lengths, processors_before, proces
 from swarmllm.decoding.options import ADDED, DECODING_TOKENIZER, DecodingOptions
 from swarmllm.errors import ConfigurationError
 from swarmllm.models.architecture import cache_argument, decoder_stack, has_vision
+from swarmllm.models.shell.hollow_blocks import stamp_of
 from swarmllm.models.shell.remote_cache import RemoteCache
 from swarmllm.models.shell.stack_forward import forget_offsets
 
@@ -45,6 +46,8 @@ _TEXT = frozenset(
 )
 """Tensors that every text is given as."""
 _BESIDE_TOKENS = _TEXT - {"input_ids", "attention_mask"}
+_TYPES = ("token_type_ids", "mm_token_type_ids")
+"""Zeros, which many tokenizers give with each text, say nothing."""
 
 
 @contextmanager
@@ -68,6 +71,7 @@ def continued_session(model: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
     if input_ids is None:
         raise ConfigurationError("inside an inference session give generate() the input_ids of the whole text so far")
     settings = _settings_of(model, given, kwargs)
+    input_ids = input_ids.clone()  # the caller may change it
     text = TextSoFar(input_ids, _mask_of(input_ids, given.get("attention_mask"), settings), _beside_the_text(model))
     is_all = not (_has_more_than_tokens(model, given) or settings.token_healing)
     is_all = is_all and max(settings.num_beams or 1, settings.num_return_sequences or 1) == 1
@@ -77,7 +81,7 @@ def continued_session(model: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
         if is_all:
             ids = (output if isinstance(output, Tensor) else output.sequences)[:, : session.position]
             more = text.mask.new_ones(len(ids), max(0, ids.shape[1] - text.mask.shape[1]))
-            session.history = TextSoFar(ids, torch.cat([text.mask, more], 1)[:, : ids.shape[1]], text.beside)
+            session.history = TextSoFar(ids.clone(), torch.cat([text.mask, more], 1)[:, : ids.shape[1]], text.beside)
 
     with session.for_one_text():
         if is_all and _feeds_the_rest(settings, given):
@@ -95,6 +99,8 @@ def continued_session(model: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
 def _settings_of(model: Any, given: dict[str, Any], kwargs: dict[str, Any]) -> Any:
     """The GenerationConfig of a call of `generate()`."""
     fields = {name: value for name, value in kwargs.items() if name not in _OF_CALL}
+    if given.get("tokenizer") is not None:
+        fields[DECODING_TOKENIZER] = given["tokenizer"]
     settings, _ = model._prepare_generation_config(given.get("generation_config"), **fields)
     return settings
 
@@ -108,8 +114,12 @@ def _feeds_the_rest(settings: Any, given: dict[str, Any]) -> bool:
 def _has_more_than_tokens(model: Any, given: dict[str, Any]) -> bool:
     """True if tokens and a mask of two axes don't tell all of the text: also with soft prompts of peft, which then
     prepares the inputs of the model."""
+    beside = {name: given[name] for name in _BESIDE_TOKENS if given.get(name) is not None}
+    for name in _TYPES:
+        if isinstance(types := beside.get(name), Tensor) and not bool(types.any()):
+            del beside[name]
     mask = given.get("attention_mask")
-    if any(given.get(name) is not None for name in _BESIDE_TOKENS) or (isinstance(mask, Tensor) and mask.ndim != 2):
+    if beside or (isinstance(mask, Tensor) and mask.ndim != 2):
         return True
     tuner = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
     return bool(getattr(getattr(tuner, "active_peft_config", None), "is_prompt_learning", False))
@@ -119,19 +129,20 @@ def _mask_of(ids: Tensor, given: Any, settings: Any) -> Tensor:
     """The given mask, or the one that `generate()` infers from padding, `[batch, seq]` of 0 and 1."""
     if isinstance(given, Tensor) and given.shape == ids.shape:
         return (given != 0).to(ids.device, torch.int64)
-    padding = settings.pad_token_id
-    return torch.ones_like(ids) if padding is None else (ids != padding).to(torch.int64)
+    padding, ends = settings.pad_token_id, settings.eos_token_id
+    if padding is None or padding in (ends if isinstance(ends, Sequence) else (ends,)):
+        return torch.ones_like(ids)
+    return ids.ne(padding).to(torch.int64)
 
 
 def _beside_the_text(model: Any) -> object:
     """What the states of a text depend on, on the client, besides the text: hooks on blocks, and whatever is in front
-    of the blocks, with its hooks. Equal as long as none of it changes."""
+    of the blocks, with its hooks. Equal as long as none of it changes, but for what is written through `.data`."""
     blocks = model.swarm_adapters.blocks
     stack = decoder_stack(model)
     others = [one for child in stack.children() if child is not blocks for one in child.modules()]
-    hooks = tuple((*one._forward_pre_hooks, None, *one._forward_hooks) for one in (*blocks.blocks(), *others))
-    tensors = [tensor for one in others for tensor in one._parameters.values() if tensor is not None]
-    return hooks, tuple((tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for tensor in tensors)
+    hooked = (model, stack, *blocks.blocks(), *others)
+    return [(*one._forward_pre_hooks, None, *one._forward_hooks) for one in hooked], stamp_of(others)
 
 
 def require_text_alone(model: Any, what: str, kwargs: dict[str, Any]) -> None:

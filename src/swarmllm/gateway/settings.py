@@ -21,7 +21,10 @@ from swarmllm.api import (
 MAY_BE_0 = ("max_waiting", "max_stored_bytes")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _HOST = re.compile(r"\*|[\w-]+(\.[\w-]+)*", re.ASCII)
-_ORIGIN = re.compile(r"null|[a-z][a-z0-9+.-]*://[^/?#@\s]+")
+_ORIGIN = re.compile(r"null|file://|[a-z][a-z0-9+.-]*://[a-z0-9._\-\[\]:]+")
+"""As browsers write it: in small letters, names in other scripts as `xn--…`."""
+_USUAL_PORTS = re.compile(r"http://.*:80|https://.*:443")
+"""Browsers leave these out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +223,8 @@ def allowed_host(text: str) -> str:
 
 def require_origin(text: str) -> None:
     """Raise ConfigurationError unless this is `*`, or an origin as browsers write it."""
-    if text != "*" and not _ORIGIN.fullmatch(text):
+    if text != "*" and (not _ORIGIN.fullmatch(text) or _USUAL_PORTS.fullmatch(text)):
         raise ConfigurationError(
-            f"{text!r} is no origin for cors_origins: give it like https://example.org, without a path, or give *"
+            f"{text!r} is no origin for cors_origins: give it as browsers write it, like https://example.org, in small "
+            "letters and without a path or the usual port, or give *"
         )

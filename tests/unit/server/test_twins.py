@@ -123,6 +123,23 @@ def test_one_that_answered_is_greeted_while_it_answers(clock: Clock) -> None:
     assert answers == [None] * (9 - TWIN_PERIODS)
 
 
+def test_a_greeting_that_reaches_this_process_itself_counts_as_none(clock: Clock) -> None:
+    """As when the address of the other one leads here by now."""
+    twins, own, client = Twins(1e-4, clock), Identity.generate(), Identity.generate().peer_id
+    times: list[None] = []
+
+    async def greet() -> str | None:
+        clock.now += 1e-4
+        times.append(None)
+        twins.note_greeting(own.peer_id, greeting(own, client), client)
+        return "/here"
+
+    twins.greet = greet
+    twins.report("it answers at /here")
+    asyncio.run(twins.greet_while_seen())
+    assert len(times) == TWIN_PERIODS
+
+
 def test_is_announced_and_shown_at_once() -> None:
     shared = OWN.model_copy(update={"identity_shared": True})
     assert changed_notably(OWN, shared)

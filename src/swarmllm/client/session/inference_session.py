@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple, Self
 
+import torch
 from torch import Tensor
 
 from swarmllm.client.batches.spot_checks import SpotChecks
@@ -237,6 +238,8 @@ class InferenceSession:
         same = min(self.position, length - 1)
         if text.ids.shape[0] != self.batch_size or (known is not None and known.beside != text.beside):
             same = 0
+        elif known is None and not bool(text.mask[:, :same].all()):
+            same = 0  # `step()` has seen all positions
         elif known is not None:
             same = min(same, known.ids.shape[1])
             other_ids = known.ids[:, :same].to(text.ids.device) != text.ids[:, :same]
@@ -245,6 +248,11 @@ class InferenceSession:
             same = int(differs.nonzero()[0]) if bool(differs.any()) else same
         # Positions of a shorter text may be computed in another way. Kept, they would change the text.
         self.position = same if self._text.was_computed_as(length, same) else 0
+
+    def begins(self, ids: Tensor) -> bool:
+        """True if these `[batch, seq]` begin with the whole prompt of the `generate()` that goes on."""
+        known = None if self.history is None else self.history.ids.to(ids.device)
+        return known is not None and torch.equal(ids[:, : known.shape[1]], known)
 
     def select_batch(self, indices: Sequence[int]) -> None:
         """Make the batch consist of these rows of it, in this order, from the next step on; rows may repeat."""

@@ -134,13 +134,17 @@ class Packed:
     def linear(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
         """`inputs @ weight.T + bias`, `[…, in]` → `[…, out]`, with gradients with respect to the inputs."""
         flat = inputs.reshape(-1, inputs.shape[-1])
-        if torch.is_grad_enabled() and flat.requires_grad:
+        added = None
+        if inputs.ndim > 2 and not inputs.is_contiguous():  # torch adds it afterwards, too
+            bias, added = None, bias
+        is_trained = flat.requires_grad or (bias is not None and bias.requires_grad)
+        if torch.is_grad_enabled() and is_trained:
             outputs: Tensor = _Linear.apply(flat, self, bias)  # type: ignore[no-untyped-call]
         elif self.rounds_inputs and flat.shape[0] and not _exact.get():
             outputs = _plus(self._multiply_rounded(flat), bias)
         else:
             outputs = self.multiply_and_add(flat, bias)
-        return outputs.view(*inputs.shape[:-1], outputs.shape[-1])
+        return _plus(outputs.view(*inputs.shape[:-1], outputs.shape[-1]), added)
 
     def multiply_and_add(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
         """`[tokens, in]` → `[tokens, out]` of the inputs' dtype, plus the bias `[out]`."""
@@ -279,9 +283,13 @@ class _Linear(torch.autograd.Function):
         return weight.multiply_and_add(inputs, bias)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor | None]:
-        of_bias = grads[0].sum(0) if ctx.needs_input_grad[2] else None
-        return ctx.rebuilt(ctx.saved_tensors).multiply_transposed(grads[0]), None, of_bias
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
+        of_inputs, _, of_bias = ctx.needs_input_grad
+        return (
+            ctx.rebuilt(ctx.saved_tensors).multiply_transposed(grads[0]) if of_inputs else None,
+            None,
+            grads[0].sum(0) if of_bias else None,
+        )
 
 
 def _rebuilt(form: type[Packed], names: Sequence[str], dtype: torch.dtype, tensors: Sequence[Tensor]) -> Packed:

@@ -34,8 +34,9 @@ MOST_INPUTS = 32
 """Of the order IN_TILES."""
 MOST_OF_OTHERS = 16
 """Measured with 24: torch is as fast."""
-MANY = 40
-"""Inputs that stand for any larger number in the order EIGHTS: there, torch multiplies each input by itself."""
+FEW_OF_EIGHTS, MANY = 4, 40
+"""In the order EIGHTS, torch multiplies each input by itself: MANY stand for any number above the few. (It has another
+way for a single one.)"""
 AT_ONCE = 512
 """Inputs that are in float32 at a time."""
 SMALLEST = 1 << 16
@@ -146,7 +147,10 @@ class _Product(NamedTuple):
 
 def _like(num_inputs: int, dtype: torch.dtype) -> int:
     """The number of inputs that is tried in place of so many."""
-    most = MOST_INPUTS if _has_order(Order.IN_TILES, dtype) else MOST_OF_OTHERS
+    if _has_order(Order.EIGHTS, dtype):  # of bfloat16, where it is the only one
+        most = FEW_OF_EIGHTS
+    else:
+        most = MOST_INPUTS if _has_order(Order.IN_TILES, dtype) else MOST_OF_OTHERS
     return num_inputs if num_inputs <= most else MANY
 
 
@@ -194,10 +198,13 @@ def find_orders(weight: Tensor, *, has_bias: bool = False, threads: Iterable[int
     of inputs."""
     if library() is None or weight.data_ptr() % weight.itemsize:
         return False
-    most = MANY if weight.nbytes <= LARGEST_TRIED else MOST_INPUTS_OF_LARGEST
-    numbers = sorted({_like(num_inputs, weight.dtype) for num_inputs in range(1, most + 1)})
+    numbers = {_like(num_inputs, weight.dtype) for num_inputs in range(1, MANY + 1)}
+    if weight.nbytes > LARGEST_TRIED:
+        numbers = {number for number in numbers if number <= MOST_INPUTS_OF_LARGEST or number == MANY}
     products = [
-        _Product.of(weight, num_inputs, has_bias, num_threads) for num_threads in threads for num_inputs in numbers
+        _Product.of(weight, num_inputs, has_bias, num_threads)
+        for num_threads in threads
+        for num_inputs in sorted(numbers)
     ]
     _find(products, weight)
     return any(_found[product] is not None for product in products)
@@ -224,6 +231,8 @@ def knows(weight: Tensor, num_inputs: int) -> bool:
 
 def at_line(inputs: Tensor) -> Tensor:
     """The same inputs at the begin of a line, where `linear` takes them."""
+    if type(inputs) is not Tensor:  # some have no place in memory
+        return inputs
     return inputs if inputs.data_ptr() % LINE == 0 and inputs.is_contiguous() else _at(inputs, 0)
 
 

@@ -390,7 +390,7 @@ def cache_of_call(
     at_once = asked and not torch.is_grad_enabled()
     opened = _of_generate(prefix, shell, batch_size) if at_once else None
     drops_caches = shell.swarm_traits.even_length != math.inf
-    if session is not None and not (drops_caches and session.position < given.shape[1]):
+    if session is not None and not (drops_caches and session.position < given.shape[1] and session.begins(given)):
         opened = RemoteCache(shell.config, shell.swarm_runner.new_cache_session(batch_size, None), batch_size)
     elif session is not None:
         session.position = 0

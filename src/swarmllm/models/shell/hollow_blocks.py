@@ -212,6 +212,19 @@ _SWITCHES = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling
 """Attributes of peft's layers that change what they compute."""
 
 
+def stamp_of(modules: Iterable[nn.Module]) -> object:
+    """Changes when torch writes to a tensor of these modules, or peft switches an adapter; not by writes to `.data`."""
+    modules = list(modules)
+    layers = [attributes for one in modules if "_active_adapter" in (attributes := one.__dict__)]
+    states = [[attributes.get(name) for name in _SWITCHES] for attributes in layers]
+    return versions_of(one for module in modules for one in module._parameters.values() if one is not None), str(states)
+
+
+def versions_of(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
+    """Where the tensors are, and how often torch has written to them."""
+    return [(one.data_ptr(), 0 if one.is_inference() else one._version) for one in tensors]
+
+
 class BlockAdapters:
     """Reads the hollow blocks of one stack."""
 
@@ -229,6 +242,8 @@ class BlockAdapters:
         """The blocks' own modules, whatever peft puts around them."""
         self._tuned: list[nn.Module] = []
         """Those and peft's, since its adapters were last read; empty if there are none."""
+        self._places: list[tuple[nn.Module, str, nn.Module]] = []
+        """(parent, name, layer) of each layer of peft's."""
         self._dropouts = [(*one, one[2].p) for one in self._modules if isinstance(one[2], nn.Dropout) and one[2].p]
         # rates that attention modules have as plain attributes
         rates = (vars(one).items() for _, _, one in self._modules)
@@ -268,13 +283,10 @@ class BlockAdapters:
         Args:
             prompts: tensors that `collect` gets besides.
         """
-        modules = self._tuned or [one for _, _, one in self._modules]
-        tensors = [one for module in modules for one in module._parameters.values() if one is not None]
-        layers = [attributes for module in self._tuned if "_active_adapter" in (attributes := module.__dict__)]
-        states = [[attributes.get(name) for name in _SWITCHES] for attributes in layers]
+        are_there = all(parent._modules.get(name) is layer for parent, name, layer in self._places)
         autocast = torch.is_autocast_enabled(device) and str(torch.get_autocast_dtype(device))
-        versions = [(one.data_ptr(), 0 if one.is_inference() else one._version) for one in (*tensors, *prompts)]
-        return versions, str(states), self.row_names(), autocast
+        modules = self._tuned or [one for _, _, one in self._modules]
+        return stamp_of(modules), versions_of(prompts), are_there, self.row_names(), autocast
 
     def _with_values(self, patches: tuple[Patch, ...], flat: Tensor) -> BlockAdapter:
         for known, values in self._known.items():
@@ -324,7 +336,7 @@ class BlockAdapters:
 
     def _of_tuners(self, peft_configs: dict[str, Any], begins: bool = False) -> _Found:
         """Adapters of peft; `begins`: they have just been added."""
-        self._lora, self._tuned = None, []
+        self._lora, self._tuned, self._places = None, [], []
         if not peft_configs:
             return []
         for config in peft_configs.values():
@@ -334,6 +346,10 @@ class BlockAdapters:
             close_hooks(block, ModulePlace(f"block {block_idx}"))  # of modules that peft has added
             modules += [(self.blocks.first + block_idx, path, one) for path, one in block.named_modules()]
         self._tuned = [one for _, _, one in modules if one._parameters or "_active_adapter" in vars(one)]
+        children = [(parent, name, one) for _, _, parent in modules for name, one in parent._modules.items()]
+        self._places = [
+            (parent, name, one) for parent, name, one in children if one is not None and "_active_adapter" in vars(one)
+        ]
         self._lora = next((one for _, _, one in modules if peft_layers.is_lora(one)), None)
         names = self.row_names()
         return [found for one in modules for found in peft_layers.patches_of(*one, names, begins)]

@@ -55,6 +55,10 @@ class CacheSession(Protocol):
         """True if a `generate()` is going on in this session, which the user has opened."""
         ...
 
+    def begins(self, ids: Tensor) -> bool:
+        """True if these `[batch, seq]` begin with the whole prompt of the `generate()` that goes on."""
+        ...
+
     def select_batch(self, indices: Sequence[int]) -> None:
         """Keep these rows of the batch, in this order; rows may repeat."""
         ...

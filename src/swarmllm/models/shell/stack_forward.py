@@ -474,6 +474,9 @@ class SplitForward:
             raise ForwardStopped
         return self._hidden
 
+    def begins(self, ids: Tensor) -> bool:
+        return False
+
     def select_batch(self, indices: Sequence[int]) -> None:
         raise LocalProtocolError("rows can't be chosen within a step")
 

@@ -72,6 +72,7 @@ class Twins:
         self._seen_until = -math.inf
         self.greet: Callable[[], Awaitable[str | None]] | None = None
         """Greets the one that answered before this server began; returns its address, None if it doesn't answer."""
+        self._greets = self._met_itself = False
         self._proven = ""
         """Name of the process that renewed a record."""
         self._expected_from = clock() + RECORD_PERIODS * update_period_s
@@ -96,6 +97,9 @@ class Twins:
         """Note a client's greeting that it is going to serve with this key; it counts if the client proves that it has
         the key."""
         shown = greeting.contribution
+        if self._greets:  # the remembered address may lead here by now
+            self._met_itself = True
+            return
         if greeting.same_identity and shown is not None and shown.server == own_peer_id and is_genuine(shown, client):
             self.report("a process that begins now has said so")
 
@@ -110,14 +114,19 @@ class Twins:
         that the other lives on."""
         while self.greet is not None and self.seen:
             await asyncio.sleep(self._period_s)
-            if (maddr := await self.greet()) is not None:
+            self._greets, self._met_itself = True, False
+            try:
+                maddr = await self.greet()
+            finally:
+                self._greets = False
+            if maddr is not None and not self._met_itself:
                 self.report(f"it answers at {maddr}")
 
 
 async def greet_twin(identity: Identity, initial_peers: Sequence[str]) -> str | None:
     """Greet a process with this identity at one of these addresses; return its address, or None if there is none.
 
-    Call it before this server listens anywhere, or it would find itself. Later, only the returned address is safe.
+    Call it before this server listens anywhere, or it would find itself; `Twins` tells that later.
     """
     own = [maddr for maddr in initial_peers if split_initial_peer(maddr)[0] == identity.peer_id]
     if not own or not await _greet(identity, own):
