@@ -148,7 +148,7 @@ def test_what_a_template_leaves_out_is_refused(
 
 
 def test_an_empty_message_needs_no_place(gateway: RunningGateway) -> None:
-    nothing: list[Any] = ["", " \n", []]
+    nothing: list[Any] = ["", " \n", [{"type": "text", "text": ""}]]
     for empty in nothing:
         asked = {"messages": [{"role": "system", "content": empty}, USER], "max_tokens": 1}
         assert gateway.http.post("/v1/chat/completions", json=asked).status_code == 200
