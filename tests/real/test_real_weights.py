@@ -4,6 +4,7 @@ Random weights hide much: their logits are far apart or all alike, attention loo
 """
 
 import pydoc_data.topics
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -12,10 +13,14 @@ import torch
 from swarm_models import OPTIONS, assert_same_tokens, generate_seeded, names
 from tests.real.conftest import TAKES_TURNS, Served
 from torch import Tensor
-from transformers import LogitsProcessor
+from transformers import AutoModelForCausalLM, LogitsProcessor
 from web_gateway import running_gateway
 
 from swarmllm import LocalSwarm
+from swarmllm.data_structures import Span
+from swarmllm.models.boundary.block_inputs import BlockInputs
+from swarmllm.models.checkpoint.checkpoint import open_checkpoint
+from swarmllm.models.span.loading import load_block_span
 
 CAPITAL = "The capital of France is"
 QUESTIONS = (
@@ -214,3 +219,16 @@ def test_chat_of_the_gateway(smollm2: Served) -> None:
             model=smollm2.path.name, messages=messages, max_tokens=12, temperature=0
         )
     assert answer.choices[0].message.content == smollm2.tokenizer.decode(expected, skip_special_tokens=True)
+
+
+def test_blocks_in_bfloat16_have_the_bits_of_transformers(served: Served, tmp_path: Path) -> None:
+    """For prompts of any length, on processors with instructions for bfloat16 and without."""
+    served.local.save_pretrained(tmp_path)
+    local: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    blocks = load_block_span(open_checkpoint(str(tmp_path)), Span(0, 4), dtype=torch.bfloat16, progress=False)
+    for length in (1, 2, 17, 100):
+        ids = manual(served, length)
+        with torch.inference_mode():
+            expected = local(ids, output_hidden_states=True, use_cache=False).hidden_states
+            given = BlockInputs(hidden_states=expected[0], batch_size=1, seq_len=length)
+            assert torch.equal(blocks.forward(given), expected[4]), length

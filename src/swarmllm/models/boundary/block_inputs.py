@@ -76,7 +76,7 @@ class BlockInputs:
     position_ids: Tensor | None = None
     """`[batch or 1, seq]`, or `[kinds, batch or 1, seq]`."""
     token_type_ids: Tensor | None = None
-    """`[batch, seq]`."""
+    """`[batch, seq]`, from older clients. No block needs them: they are part of the embeddings."""
     input_ids: Tensor | None = None
     """`[batch, seq]`; only if the blocks need it (`BlockTraits.extra_inputs`)."""
     inputs_embeds: Tensor | None = None

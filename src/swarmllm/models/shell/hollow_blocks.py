@@ -277,8 +277,8 @@ class BlockAdapters:
             return self._last, tuple(trained)
 
     def stamp(self, prompts: Iterable[Tensor], device: str) -> object:
-        """Changes when an adapter is switched, or written to by torch. Reading all values, as `collect` does, takes a
-        hundred times as long.
+        """Changes when an adapter is switched, or written to by torch. Reading all values, as `collect` does, takes ten
+        times as long (LoRA in 32 blocks: 30 ms).
 
         Args:
             prompts: tensors that `collect` gets besides.
