@@ -119,6 +119,7 @@ def library() -> Any:
     found.swarmllm_open_strips.argtypes = (number, address, number, number, address)
     whole = (number, address, address, number, number, address, number, address)
     found.swarmllm_multiply_whole.argtypes = whole
+    found.swarmllm_attend_as_torch.argtypes = (number, address)
     found.swarmllm_has_order.argtypes, found.swarmllm_has_order.restype = (number,) * 3, number
     for of_level in ("rounded_bytes", "int8_version", "strips_version", "can_attend_as_torch"):
         choice = getattr(found, f"swarmllm_{of_level}")

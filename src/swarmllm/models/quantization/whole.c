@@ -5,6 +5,8 @@
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 void swarmllm_multiply_whole_3(const whole *, const float *, int64_t, int64_t, const char *, int64_t, char *);
 void swarmllm_multiply_whole_4(const whole *, const float *, int64_t, int64_t, const char *, int64_t, char *);
+void swarmllm_attend_as_torch_3(const attended *);
+void swarmllm_attend_as_torch_4(const attended *);
 
 /* True if this processor can multiply at this LEVEL in that order. */
 int64_t swarmllm_has_order(int64_t level, int64_t is_bfloat16, int64_t order) {
@@ -22,7 +24,11 @@ int64_t swarmllm_has_order(int64_t level, int64_t is_bfloat16, int64_t order) {
 /* True if this processor can attend as torch does at this LEVEL. */
 int64_t swarmllm_can_attend_as_torch(int64_t level) {
     __builtin_cpu_init();
-    return level == 4 && __builtin_cpu_supports("avx512bf16");
+    return level == 3 || (level == 4 && __builtin_cpu_supports("avx512bf16"));
+}
+
+void swarmllm_attend_as_torch(int64_t level, const attended *to) {
+    (level == 3 ? swarmllm_attend_as_torch_3 : swarmllm_attend_as_torch_4)(to);
 }
 
 void swarmllm_multiply_whole(int64_t level, const whole *w, const float *bias, int64_t start, int64_t end,
@@ -41,7 +47,7 @@ int64_t swarmllm_can_attend_as_torch(int64_t level) {
     return 0;
 }
 
-void swarmllm_attend_as_torch(const attended *to) { (void)to; }
+void swarmllm_attend_as_torch(int64_t level, const attended *to) { (void)level, (void)to; }
 
 void swarmllm_multiply_whole(int64_t level, const whole *w, const float *bias, int64_t start, int64_t end,
                              const char *inputs, int64_t num, char *outputs) {

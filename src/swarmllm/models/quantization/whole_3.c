@@ -3,4 +3,5 @@
 #pragma GCC target("arch=x86-64-v3")
 #define LEVEL 3
 #include "whole.h"
+#include "whole_attention.h"
 #endif

@@ -16,7 +16,7 @@ from torch import Tensor
 from swarmllm.models.quantization import kernels
 
 LENGTHS = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 48, 63, 100, 131, 257, 512, 513, 527, 700, 1040)
-"""Keys. Groups of 8, vectors of 16 and pieces of 512 keys, and what is left over."""
+"""Keys. Groups of 4 and 8, vectors of 8 and 16 and pieces of 512 keys, and what is left over."""
 TRIALS = 6
 MOST_SIZE, MULTIPLE = 256, 16
 """The largest size of a head, and a number that divides all sizes."""
@@ -61,7 +61,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple
         own = slice(head * num, (head + 1) * num)
         addresses = [one.data_ptr() for one in (queries[own], some_keys, some_values, outputs[own], log_sums[own])]
         given = _Attended(*addresses[:3], num, count, size, scale, *addresses[3:])
-        kernels.library().swarmllm_attend_as_torch(ctypes.byref(given))
+        kernels.library().swarmllm_attend_as_torch(kernels.level(), ctypes.byref(given))
     return outputs, log_sums
 
 
