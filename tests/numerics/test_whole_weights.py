@@ -18,6 +18,7 @@ from swarmllm.models.quantization.loading import NATIVE_TOKENS, Whole, check_mat
 from swarmllm.models.span.block_span import BlockSpan
 from swarmllm.models.span.loading import load_block_span
 from swarmllm.models.span.packing import PackedForward, Packing, SessionCall
+from swarmllm.models.span.traced_step import MOST_ROWS
 
 HALF_A_STEP = 2.0**-8
 """Rounding of bfloat16, relative to the number."""
@@ -183,8 +184,8 @@ def test_steps_are_lines(model_type: str, tmp_path: Path, monkeypatch: pytest.Mo
     forward = PackedForward(blocks)
     assert forward.traced.is_exact
     most = forward.traced.most_rows
-    assert most >= NATIVE_TOKENS
-    for num_rows in sorted({1, NATIVE_TOKENS, most}):
+    assert most == min(MOST_ROWS, *(one.packed.most_inputs() for one in held(blocks).values())) >= NATIVE_TOKENS
+    for num_rows in sorted({1, NATIVE_TOKENS, min(most, 17), most}):
         caches = [blocks.new_cache() for _ in range(2)]
         generator = torch.Generator().manual_seed(0)
         for seq_len in (4, 1, 1, 1):

@@ -102,8 +102,10 @@ class TracedSteps:
         blocks = self._paged.blocks
         weights = [one.packed for one in blocks.slots.modules() if isinstance(one, QuantizedWeight)]
         if self.is_exact:
-            own = (one.most_inputs() for one in weights if isinstance(one, Whole))
-            return min([MOST_ROWS, whole.most_inputs(blocks.slots.modules()), *own])
+            limits = [one.most_inputs() for one in weights if isinstance(one, Whole)]
+            if not limits or any(isinstance(one, whole.Linear) for one in blocks.slots.modules()):
+                limits.append(whole.most_inputs(blocks.slots.modules()))
+            return min(MOST_ROWS, *limits)
         forms = {isinstance(one, InStrips) for one in weights if not one.rounds_inputs}
         faster = min([MOST_ROWS, *(kernels.most_rows(blocks.dtype, in_strips=one) for one in forms)])
         return max(kernels.AT_A_TIME, faster)
