@@ -43,7 +43,7 @@ HEADERS = (
     *("compiler", "products", "side_by_side", "int8_products", "vectors", "weight", "bit_planes", "gguf_blocks"),
     *("step", "step_line", "rounding", "strips", "strips_opened", "strips_tiles", "tiles"),
     *("whole", "whole_attention", "whole_attention_3", "whole_attention_4", "whole_eights", "whole_lanes"),
-    *("whole_pairs", "whole_tiles", "whole_weight"),
+    *("whole_pairs", "whole_tiles", "whole_turned", "whole_weight"),
 )
 SOURCES = (
     *("kernels", "products_3", "products_4", "int8_kernels", "int8_3", "int8_3_vnni", "int8_4_vnni"),

@@ -1,6 +1,6 @@
 /* The order EIGHTS of whole.h, which includes this file: torch's own products in bfloat16 on AVX2. Each of eight vectors sums
  * up every eighth group of eight columns. Those that are left over, a multiple of 16, are summed up apart. Inputs are in
- * float32. */
+ * float32. One input, some, and many (whole_turned.h) have ways of their own. */
 #if LEVEL == 3
 #define SUMS 8
 #define AT_A_TIME (SUMS * LANES) /* columns */
@@ -168,10 +168,19 @@ static void eights_of_one(const whole *w, const float *bias, int64_t start, int6
     }
 }
 
+#include "whole_turned.h"
+
 static void eights(const whole *w, const float *bias, int64_t start, int64_t end, const float *inputs, int64_t num,
                    uint16_t *outputs) {
     if (num == 1) {
         eights_of_one(w, bias, start, end, inputs, outputs);
+        return;
+    }
+    if (num >= LEAST_TURNED && w->columns <= MOST_TURNED_COLUMNS) {
+        int64_t some = num % TURNED < LEAST_TURNED ? num / TURNED * TURNED : num;
+        eights_by_turning(w, bias, start, end, inputs, some, outputs);
+        if (some < num)
+            eights(w, bias, start, end, inputs + some * w->columns, num - some, outputs + some * w->rows);
         return;
     }
     for (int64_t begin = start; begin < end; begin += BAND_OF_MANY) {
