@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf_writer import F32, write_gguf
+from gguf_writer import F32, Q8_0, write_gguf
 
 from swarmllm.data_structures import Span
 from swarmllm.errors import (
@@ -18,6 +18,7 @@ from swarmllm.errors import (
     CorruptWeightsError,
     SwarmError,
     UnsupportedModelError,
+    WeightsMismatchError,
 )
 from swarmllm.models.checkpoint.checkpoint import load_tokenizer, open_checkpoint
 from swarmllm.models.checkpoint.fingerprint import fingerprint
@@ -241,6 +242,18 @@ def test_counts_and_offsets_beyond_the_file(file: Path) -> None:
         file.write_bytes(data[:at] + struct.pack("<Q", number) + data[at + 8 :])
         with pytest.raises(CorruptWeightsError, match=says):
             read_header(file)
+
+
+@pytest.mark.parametrize(("name", "shape"), [("attn_k", (16, 64)), ("attn_v", (32, 32)), ("ffn_down", (32, 64))])
+def test_packed_tensors_of_another_shape_than_the_config_says(
+    name: str, shape: tuple[int, int], tmp_path: Path
+) -> None:
+    """A kernel would read inputs beyond their end."""
+    rows, columns = shape
+    blocks = np.zeros((rows, columns // 32 * 34), np.uint8)
+    path = write_gguf(tmp_path / "model.gguf", SETTINGS, {**tensors(), f"blk.1.{name}.weight": (Q8_0, blocks)})
+    with pytest.raises(WeightsMismatchError, match="don't fit its config"):
+        load(path)
 
 
 @pytest.mark.parametrize("data", [b"", b"GGUF", b"GGML" + bytes(40), b"GGUF" + bytes(40), b"PK\3\4" + bytes(100)])

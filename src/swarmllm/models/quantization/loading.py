@@ -156,13 +156,14 @@ class _Quantize(ConversionOps):
             weight = value[0] if isinstance(value, list) else value
             path, _, leaf = name.rpartition(".")
             module = model.get_submodule(path)
-            if weight.shape != (module._parameters.get(leaf, module._buffers.get(leaf))).shape:
+            fits = weight.shape == (module._parameters.get(leaf, module._buffers.get(leaf))).shape
+            if not fits:
                 self._quantizer.misshapen.add(name)
             form = self._quantizer.form_of(model, name)
             if isinstance(weight, PackedView) and not (
-                may_be_packed(model, name) and weight.transposed == is_transposed(module)
+                fits and may_be_packed(model, name) and weight.transposed == is_transposed(module)
             ):
-                weight = weight.dequantize()
+                weight = weight.dequantize()  # one that doesn't fit goes on, and transformers reports it
             if form == "none" and not isinstance(weight, PackedView):
                 rest[name] = weight
                 continue
