@@ -1,15 +1,17 @@
 """Blocks of checkpoints in published formats compute what blocks of the same weights do that are stored as ever."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from published_checkpoints import ALL_KINDS, NUM_BLOCKS, save_published
+from published_checkpoints import ALL_KINDS, KINDS, NUM_BLOCKS, save_published
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from swarmllm.data_structures import Span
-from swarmllm.errors import UnsupportedModelError
+from swarmllm.errors import UnsupportedModelError, WeightsError
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.checkpoint.fingerprint import fingerprint
@@ -53,6 +55,42 @@ def test_blocks(kind: str, tmp_path: Path) -> None:
             results.append((outputs, *torch.autograd.grad(outputs.square().sum(), leaf)))
         for got, expected in zip(*results, strict=True):
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-3 * float(expected.detach().abs().max()))
+
+
+OTHER_SIZES: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+    lambda tensor: tensor[: len(tensor) // 2],
+    lambda tensor: tensor[..., :-1],
+    lambda tensor: torch.cat([tensor, tensor], -1),
+    lambda tensor: tensor.flatten()[:1],
+)
+NUMBERS = ("scale", "scales", "zeros", "zero_point", "absmax", "SCB", "g_idx")
+
+
+@pytest.mark.rotates(3)
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_of_groups_that_do_not_fit(kind: str, tmp_path: Path) -> None:
+    """Kernels would read memory beyond them, and torch would repeat them. One number may count for the whole weight."""
+    path, plain = save_published(kind, tmp_path)
+    stored = load_file(path / "model.safetensors")
+    with safe_open(path / "model.safetensors", "pt") as file:
+        metadata = file.metadata()
+    whole = load_block_span(open_checkpoint(str(plain)), Span(0, 1), dtype=torch.float32, progress=False)
+    hidden = torch.randn(1, 5, 128, generator=torch.Generator().manual_seed(0))
+    first = {name.split("proj")[-1]: name for name in stored if ".0." in name and "proj" in name}
+    for name in [name for part, name in first.items() if part.endswith(NUMBERS) and stored[name].ndim]:
+        for changed in OTHER_SIZES:
+            wrong = changed(stored[name]).clone()
+            if wrong.shape == stored[name].shape or not wrong.numel():
+                continue
+            save_file({**stored, name: wrong}, path / "model.safetensors", metadata)
+            try:
+                blocks = load_block_span(open_checkpoint(str(path)), Span(0, 1), dtype=torch.float32, progress=False)
+            except WeightsError:
+                continue
+            if wrong.numel() > 1 and not kind.startswith("ao_"):  # torchao's are of rectangles of any size
+                given = BlockInputs(hidden_states=hidden, batch_size=1, seq_len=5)
+                with torch.no_grad():
+                    torch.testing.assert_close(blocks.forward(given), whole.forward(given), rtol=1e-3, atol=1e-2)
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1])

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swarmllm.models.published_formats.few_bit_floats import as_numbers, by_row
+from swarmllm.models.published_formats.few_bit_floats import MX_GROUP, NV_GROUP, as_numbers, by_row
 from swarmllm.models.published_formats.stored_format import Parts, StoredFormat
 from swarmllm.models.quantization import decoded
-from swarmllm.models.quantization.decoded import E2M1, pairs, scaled, values_of_pairs, words
+from swarmllm.models.quantization.decoded import E2M1, pairs, require_groups, scaled, values_of_pairs, words
 from swarmllm.models.quantization.packed import Packed
 
 PACKED = "pack-quantized"
@@ -79,6 +79,7 @@ class CompressedTensors(StoredFormat):
             packed = parts[".weight_packed"]
             if ".weight_global_scale" not in parts:
                 return decoded.Mxfp4Pairs(packed, _scale_of_floats(parts).bfloat16(), dtype)
+            _scale_of_floats(parts)  # checks their number
             divisor = parts[".weight_global_scale"].float().reshape(1).expand(len(packed)).contiguous()
             return decoded.DividedNvfp4(packed, parts[".weight_scale"], dtype, divisor)
         codes, scale, zero = self._integers(parts)
@@ -142,7 +143,9 @@ def _bits(parts: Parts) -> int:
 
 
 def _scale_of_floats(parts: Parts) -> Tensor:
-    scale = parts[".weight_scale"]
+    scale, (rows, num_bytes) = parts[".weight_scale"], parts[".weight_packed"].shape
+    group = NV_GROUP if ".weight_global_scale" in parts else MX_GROUP
+    require_groups((rows, 2 * num_bytes), scale, size=group)
     if ".weight_global_scale" in parts:
         return scale.float() / parts[".weight_global_scale"].float()
     return as_numbers(scale)

@@ -17,11 +17,24 @@ from torch import Tensor
 
 from swarmllm.errors import CorruptWeightsError
 from swarmllm.models.published_formats.stored_format import Parts, StoredFormat
-from swarmllm.models.quantization.decoded import E2M1, Mxfp4Pairs, Nvfp4, Published, scaled, values_of_pairs
+from swarmllm.models.quantization.decoded import (
+    E2M1,
+    Mxfp4Pairs,
+    Nvfp4,
+    Published,
+    require_groups,
+    scaled,
+    values_of_pairs,
+)
 from swarmllm.models.quantization.packed import Packed
 
 E8M0_BIAS = 127
 """A scale that is stored as a byte is a power of two (OCP Microscaling formats, section 5.4.1)."""
+
+MX_GROUP = 32
+"""Weights of MXFP4 that share a scale (the same specification)."""
+NV_GROUP = 16
+"""The same of NVFP4."""
 
 ALGORITHMS = frozenset(
     {
@@ -119,7 +132,8 @@ class ModelOpt(Fp8):
         if ".weight_scale_2" not in parts:
             weight = super().dequantize(parts)
         else:
-            scale = parts[".weight_scale"].float() * parts[".weight_scale_2"].float()
+            scale = parts[".weight_scale"].float() * parts[".weight_scale_2"].float().reshape(())
+            self._require_groups(parts)
             weight = scaled(values_of_pairs(parts[".weight"], E2M1), scale)
         smoothed = parts.get(".pre_quant_scale")
         return weight if smoothed is None else weight * smoothed.float()
@@ -132,9 +146,14 @@ class ModelOpt(Fp8):
             return None
         if ".weight_scale_2" not in parts:
             return super().keep(parts, dtype)
+        self._require_groups(parts)
         codes = parts[".weight"]
         factor = parts[".weight_scale_2"].float().reshape(1).expand(len(codes)).contiguous()
         return Nvfp4(codes, parts[".weight_scale"], dtype, factor)
+
+    def _require_groups(self, parts: Parts) -> None:
+        rows, num_bytes = parts[".weight"].shape
+        require_groups((rows, 2 * num_bytes), parts[".weight_scale"], size=NV_GROUP)
 
 
 class Mxfp4(StoredFormat):
@@ -146,10 +165,17 @@ class Mxfp4(StoredFormat):
     transposed = True
 
     def dequantize(self, parts: Parts) -> Tensor:
-        return scaled(values_of_pairs(parts["_blocks"].flatten(-2), E2M1), as_numbers(parts["_scales"]))
+        codes, scale = self._codes_and_scale(parts)
+        return scaled(values_of_pairs(codes, E2M1), scale)
 
     def keep(self, parts: Parts, dtype: torch.dtype) -> Packed:
-        return Mxfp4Pairs(parts["_blocks"].flatten(-2), as_numbers(parts["_scales"]).bfloat16(), dtype)
+        codes, scale = self._codes_and_scale(parts)
+        return Mxfp4Pairs(codes, scale.bfloat16(), dtype)
+
+    def _codes_and_scale(self, parts: Parts) -> tuple[Tensor, Tensor]:
+        codes, scale = parts["_blocks"].flatten(-2), as_numbers(parts["_scales"])
+        require_groups((*codes.shape[:-1], 2 * codes.shape[-1]), scale, size=MX_GROUP)
+        return codes, scale
 
     def kept_bits(self) -> float:
         return 4 + 16 / 32

@@ -109,6 +109,8 @@ class Gptq(StoredFormat):
         bits: int = self.settings["bits"]
         codes, scale = words(parts[".qweight"], bits, 0), parts[".scales"]
         zero = words(parts[".qzeros"], bits, 1)[:, : scale.shape[1]]
+        if zero.shape != scale.shape or scale.shape[1:] != codes.shape[1:]:  # the last group may be smaller
+            raise ValueError(f"scales {tuple(scale.shape)} and zeros {tuple(zero.shape)} of {tuple(codes.shape)} codes")
         if self.settings.get("checkpoint_format", "gptq") != "gptq_v2":
             zero = (zero + 1) & ((1 << bits) - 1)
         return codes.T.contiguous(), scale.T.contiguous(), zero.T.contiguous()
@@ -116,7 +118,10 @@ class Gptq(StoredFormat):
     def _groups(self, parts: Parts, num_inputs: int, num_groups: int) -> Tensor:
         """The group of each input."""
         if ".g_idx" in parts:
-            return parts[".g_idx"].long()
+            group = parts[".g_idx"].long()
+            if group.shape != (num_inputs,) or group.min() < 0:
+                raise ValueError(f"groups {tuple(group.shape)} of {num_inputs} inputs")
+            return group
         return torch.arange(num_inputs) * num_groups // num_inputs
 
 
@@ -181,6 +186,8 @@ def _hqq_codes(parts: Parts) -> tuple[Tensor, int]:
     highest = (30 if bits == 3 else 8) - bits
     codes = torch.cat([packed >> shift & ((1 << bits) - 1) for shift in range(highest, -1, -bits)]).to(torch.uint8)
     num_codes = int(parts[".shape"].prod())
+    if not num_codes <= codes.numel() < num_codes + len(range(highest, -1, -bits)) * codes.shape[1]:
+        raise ValueError(f"{codes.numel()} codes of {num_codes} weights")
     return codes[: num_codes // codes.shape[1]], bits
 
 
@@ -237,6 +244,9 @@ def _bnb_state(parts: Parts) -> dict[str, Any] | None:
 def _bnb_scale(parts: Parts, state: dict[str, Any]) -> Tensor:
     """The scale of each group of the flat weight; float32."""
     scale = parts[".weight.absmax"]
+    rows, columns = state["shape"]
+    if scale.numel() != -(-rows * columns // state["blocksize"]):
+        raise ValueError(f"{scale.numel()} scales of {rows}×{columns} weights in groups of {state['blocksize']}")
     if ".weight.nested_absmax" not in parts:
         return scale.float()
     group = torch.arange(scale.numel()) // state["nested_blocksize"]

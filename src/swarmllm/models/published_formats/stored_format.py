@@ -143,10 +143,11 @@ class LazyWeight:
             if self._packed_for is not None and index is Ellipsis:
                 packed = self._form.keep(parts, self._packed_for)
                 if packed is not None:
+                    packed.require_sizes()
                     return PackedTensor(packed, transposed=self._form.transposed)
                 self._form.say_not_kept(self._name)
             weight = self._form.dequantize(parts)
-        except (RuntimeError, IndexError, KeyError, StopIteration, TypeError, ValueError) as error:
+        except (ArithmeticError, LookupError, RuntimeError, StopIteration, TypeError, ValueError) as error:
             shapes = ", ".join(f"{part} {tuple(tensor.shape)}" for part, tensor in parts.items())
             raise CorruptWeightsError(
                 f"{self._name} is stored in a form that can't be read as {type(self._form).__name__} ({shapes})"

