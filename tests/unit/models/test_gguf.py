@@ -216,6 +216,10 @@ def test_tensors_that_are_refused(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", SETTINGS, tensors())
     path.write_bytes(_with_kind(path.read_bytes(), b"blk.0.attn_norm.weight", 12))
     with pytest.raises(CorruptWeightsError, match="no whole blocks"):
+        read_header(path)
+    path = write_gguf(tmp_path / "model.gguf", SETTINGS, tensors())
+    path.write_bytes(_with_kind(path.read_bytes(), b"output_norm.weight", Q8_0))
+    with pytest.raises(CorruptWeightsError, match="no whole blocks"):
         open_checkpoint(str(path))
 
 

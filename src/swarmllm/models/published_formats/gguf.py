@@ -197,7 +197,7 @@ def _checked(path: Path, entry: tuple[Any, ...], begin: int, alignment: int, fil
         )
     if not 0 < len(shape) <= MOST_DIMENSIONS or 0 in shape:
         raise ValueError(f"{name[:100]!r} has the shape {shape[:9]}")
-    if kind in KINDS and shape[-1] % KINDS[kind][1]:
+    if kind in KINDS and (len(shape) == 1 or shape[-1] % KINDS[kind][1]):  # llama.cpp keeps vectors whole
         raise ValueError(f"rows of {name[:100]!r} are no whole blocks")
     found = StoredTensor(path, name, tuple(shape), kind, begin + offset)
     if offset % alignment or found.start + found.num_bytes > file_size:
