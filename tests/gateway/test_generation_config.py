@@ -193,6 +193,29 @@ def test_accepted_fields_give_the_text_of_transformers(
     assert not place or len(differ) > 5  # so they do something
 
 
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_constraint_goes_before_fields_that_forbid_tokens(
+    asking: RunningGateway, tmp_path: Path, temperature: float
+) -> None:
+    names = {"type": "array", "items": {"enum": ["Tom", "Lily"]}, "minItems": 3, "maxItems": 3}
+    asked = {"guided_json": names, "max_tokens": 40, "temperature": temperature, "seed": 1}
+    every = list(range(2, 2000))
+    for name, value in {
+        "no_repeat_ngram_size": 1,
+        "encoder_no_repeat_ngram_size": 1,
+        "min_length": 300,
+        "min_new_tokens": 30,
+        "bad_words_ids": [[token] for token in every],
+        "suppress_tokens": every,
+        "begin_suppress_tokens": every,
+        "forced_bos_token_id": 5,
+    }.items():
+        prefer(asking, loaded(tmp_path, {name: value}))
+        ((text, reason),) = answered(asking, **asked)
+        assert reason == "stop", name
+        assert {*json.loads(text)} <= {"Tom", "Lily"}, name
+
+
 @pytest.mark.parametrize("place", [0, 1])
 def test_sampling_fields_hold_unless_the_request_has_its_own(
     asking: RunningGateway, tmp_path: Path, place: int

@@ -237,7 +237,9 @@ class Generation:
                 max_new_tokens=left,
                 eos_token_id=sorted(self.ends) or None,
                 pad_token_id=self._model.pad_id,
-                **self._model.preferred_scores(has_ends=bool(self.ends)),
+                **self._model.preferred_scores(
+                    has_ends=bool(self.ends), is_constrained=self._options.constraint is not None
+                ),
             ),
             logits_processor=[writer.sampler],
             stopping_criteria=[writer, *limits],

@@ -48,6 +48,15 @@ from swarmllm.gateway.text import MAX_HELD_TOKENS, Spelling
 logger = logging.getLogger(__name__)
 
 
+FORBIDDING_FIELDS = frozenset(
+    (
+        *("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "forced_bos_token_id"),
+        *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens"),
+    )
+)
+"""Fields of a checkpoint that give tokens no chance at all. JSON, for example, repeats its `", "`."""
+
+
 class LanguageModel(OfferedModel):
     """A model that writes text."""
 
@@ -136,12 +145,16 @@ class LanguageModel(OfferedModel):
         found = self._preferred(name for name in CHOICE_FIELDS if name != "do_sample")
         return found if self.preferences.do_sample else {}
 
-    def preferred_scores(self, *, has_ends: bool) -> dict[str, Any]:
+    def preferred_scores(self, *, has_ends: bool, is_constrained: bool) -> dict[str, Any]:
         """The checkpoint's options that change scores, as fields of a GenerationConfig. Some are left out if no token
-        ends a text."""
+        ends a text, or if a grammar says which tokens may come: they could forbid all of these."""
         found = self._preferred((*SCORE_FIELDS, *TOKEN_FIELDS))
-        for_ends = () if has_ends else ("min_length", "min_new_tokens", "exponential_decay_length_penalty")
-        return {name: value for name, value in found.items() if name not in (*for_ends, "eos_token_id", "pad_token_id")}
+        unused = {"eos_token_id", "pad_token_id"}
+        if not has_ends:
+            unused |= {"min_length", "min_new_tokens", "exponential_decay_length_penalty"}
+        if is_constrained:
+            unused |= FORBIDDING_FIELDS
+        return {name: value for name, value in found.items() if name not in unused}
 
     @property
     def preferred_stops(self) -> tuple[str, ...]:
