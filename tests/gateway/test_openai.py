@@ -147,6 +147,14 @@ def test_two_tokens_of_one_name_are_both_there(gateway: RunningGateway, tokenize
     assert top == {r"bytes:\xf0": -0.1, "token_id:6": -1.0, "é": -2.0}
 
 
+@pytest.mark.parametrize("echo", [False, True])
+def test_a_stream_of_no_token_has_its_log_probabilities(gateway: RunningGateway, echo: bool) -> None:
+    body = {"prompt": "Tom", "max_tokens": 0, "logprobs": 1, "echo": echo}
+    whole = gateway.post("/v1/completions", **body)["choices"][0]["logprobs"]
+    chunks = [one["choices"][0]["logprobs"] for one in gateway.events("/v1/completions", **body)]
+    assert [one for one in chunks if one is not None] == [whole]
+
+
 def test_top_logprobs_go_with_logprobs(gateway: RunningGateway) -> None:
     body = {"messages": MESSAGES, "max_tokens": 2, "top_logprobs": 2}
     for more in ({}, {"logprobs": False}):

@@ -105,7 +105,10 @@ class OpenAIAnswer(Answer):
         elif event.error is None and not self._chat and self._request.max_tokens == 0:
             for index in range(event.first_index, event.first_index + self._n):
                 yield from self._begin(index, None)
-                yield self._chunk([self._piece(TextPiece(index, "", None, "length"))])
+                end = self._piece(TextPiece(index, "", None, "length"))
+                if self._wants_logprobs and not self._choices[index].logprobs:
+                    end["logprobs"] = self._logprobs([])
+                yield self._chunk([end])
 
     def last_chunks(self) -> Iterator[dict[str, Any]]:
         """The chunks after all choices."""
