@@ -41,7 +41,7 @@ from typing import Any, NoReturn, Self, TypeVar, get_args, get_type_hints
 
 from swarmllm.config import ClientModelConfig, default_initial_peers, default_log_level, parse_block_indices
 from swarmllm.errors import ConfigurationError, SwarmError
-from swarmllm.files import decoded, read_text
+from swarmllm.files import decoded, read_text, require_temporary_directory
 from swarmllm.invite import is_invite, unpack_invites
 from swarmllm.process_end import USUAL, end_by_signal, take_signals
 
@@ -371,10 +371,14 @@ def announced_imports(*, torch: bool = True) -> Iterator[None]:
     Enter it after the flags were checked. Garbage is not collected meanwhile, and never looked for among what was
     imported: imports leave a million objects and no garbage, and each scan of them takes some tenths of a second.
     Ctrl-C ends them at once, although an event loop that couldn't hear it meanwhile may have begun.
+
+    Raises:
+        ConfigurationError: there is no room for temporary files, which the imports need.
     """
     if ("torch" if torch else "hivemind") in sys.modules:
         yield
         return
+    require_temporary_directory()
     what = "importing PyTorch and transformers" if torch else "importing the peer-to-peer library"
     logger.info("%s …", what)
     with Patience(logger.info) as patience:

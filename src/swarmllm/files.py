@@ -80,6 +80,21 @@ def has_home() -> bool:
     return True
 
 
+def require_temporary_directory() -> None:
+    """Check that temporary files can be written. PyTorch and others fail without a word that helps.
+
+    Raises:
+        ConfigurationError: they can't, for example because the disk is full.
+    """
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:
+        raise ConfigurationError(
+            "no file can be written in any directory for temporary files (/tmp and others): make room on the disk, or "
+            "set TMPDIR to a directory where there is some"
+        ) from None
+
+
 def user_cache_dir() -> Path:
     """The directory for files that programs can make again. Without a home, it is among temporary files.
 

@@ -239,3 +239,16 @@ def test_a_disk_that_is_full_leaves_no_half_of_an_identity(tmp_path: Path, monke
     with pytest.raises(OSError, match="No space left"):
         files.replace_file(tmp_path / "index.json", json.dumps({}))
     assert not [*tmp_path.iterdir()]
+
+
+def test_no_room_for_temporary_files_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", None)
+    files.require_temporary_directory()
+
+    def full(*_: Any, **__: Any) -> NoReturn:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr("tempfile._os.open", full)
+    with pytest.raises(ConfigurationError, match=r"make room on the disk, or set TMPDIR"):
+        files.require_temporary_directory()
