@@ -366,6 +366,27 @@ def test_loading_leaves_the_random_state_alone(single: Path) -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
+@pytest.mark.parametrize(
+    "lack",
+    [
+        RuntimeError("unable to mmap 8 bytes: Cannot allocate memory (12)"),
+        torch.OutOfMemoryError("CUDA"),
+        MemoryError(),
+    ],
+)
+def test_memory_that_runs_out_is_no_fault_of_the_files(
+    lack: Exception, single: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise lack
+
+    checkpoint = open_checkpoint(str(single))
+    cls = pruned(task_class(checkpoint.config, Task.CAUSAL_LM), drop_blocks)
+    monkeypatch.setattr(cls, "from_pretrained", fails)
+    with pytest.raises(ConfigurationError, match=r"memory ran out while .*: load fewer blocks, or end other programs"):
+        load_pruned(cls, checkpoint, dtype=torch.float32, progress=False)
+
+
 def test_a_checkpoints_own_code_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even when somebody answers "y" on standard input, which transformers would ask."""
     ran = tmp_path / "ran"

@@ -38,11 +38,13 @@ from transformers.utils import logging as hf_logging
 from swarmllm.data_structures import DIGEST_CHARS, Span
 from swarmllm.errors import (
     BlockWeightsNotFoundError,
+    ConfigurationError,
     CorruptWeightsError,
     LocalProtocolError,
     UnsupportedModelError,
     WeightsMismatchError,
 )
+from swarmllm.machine_memory import memory_ran_out
 from swarmllm.models.architecture import (
     Stack,
     as_config_says,
@@ -58,6 +60,7 @@ from swarmllm.models.architecture import (
 )
 from swarmllm.models.block_slots import BlockSlots, ForwardStopped, holder_of, only_in_first
 from swarmllm.models.checkpoint.checkpoint import Checkpoint
+from swarmllm.models.checkpoint.sources import first_line
 from swarmllm.models.quantization import FULL_PRECISION, Quantization, stored_bytes
 from swarmllm.models.quantization.rules import may_be_packed
 
@@ -408,7 +411,12 @@ def _load_pruned(
             )
     except SafetensorError as error:
         raise CorruptWeightsError(f"{checkpoint.name}: a weights file is damaged ({error})") from error
-    except RuntimeError as error:
+    except (MemoryError, RuntimeError) as error:
+        if memory_ran_out(error):
+            raise ConfigurationError(
+                f"memory ran out while {checkpoint.name} was loaded ({first_line(error)}): load fewer blocks, or end "
+                "other programs"
+            ) from error
         raise WeightsMismatchError(f"the tensors of {checkpoint.name} don't fit its config: {error}") from error
     finally:
         report.removeFilter(named)

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from swarmllm.errors import ConfigurationError, GroupLostError, RemoteProtocolError, ServerOutOfMemoryError, SwarmError
-from swarmllm.machine_memory import available_memory_bytes, total_memory_bytes
+from swarmllm.machine_memory import available_memory_bytes, memory_ran_out, total_memory_bytes
 from swarmllm.models.architecture import as_config_says, is_encoder, text_config
 from swarmllm.models.boundary.block_inputs import BESIDE, BlockInputs
 from swarmllm.models.boundary.device_copies import in_host_memory
@@ -30,9 +30,6 @@ from swarmllm.models.span.offload import num_slots
 from swarmllm.server.settings import memory_limit_bytes, require_device
 
 logger = logging.getLogger(__name__)
-
-OUT_OF_MEMORY = ("DefaultCPUAllocator", "bad_alloc", "out of memory", "ALLOC_FAILED")
-"""Words in plain RuntimeErrors of torch and its libraries that mean that memory ran out, mostly on CPUs."""
 
 FREE_SHARE = 0.8
 """Share of the free memory that blocks and caches may take by default. Assumed: activations take the rest."""
@@ -83,8 +80,7 @@ def out_of_memory(error: object) -> ServerOutOfMemoryError | None:
     """Return the error for the client if `error` means that memory ran out, else None."""
     if isinstance(error, ServerOutOfMemoryError):
         return error
-    is_plain = isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)
-    if not is_plain and not isinstance(error, MemoryError | torch.OutOfMemoryError):
+    if not memory_ran_out(error):
         return None
     return ServerOutOfMemoryError("this server ran out of memory: use another one, or ask for less at once")
 
