@@ -15,7 +15,7 @@ import torch
 
 from swarmllm.command_line import first_error, stop_event, unless_stopped
 from swarmllm.config import address_book_path
-from swarmllm.data_structures import ModelRecord, Span
+from swarmllm.data_structures import ModelRecord, Span, printable
 from swarmllm.errors import ConfigurationError, PeerUnreachableError
 from swarmllm.models.architecture import check_supported, stacks
 from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
@@ -223,7 +223,8 @@ async def _watch_daemon(peer: Peer) -> None:
 
 def _print_online(checkpoint: Checkpoint, record: OwnRecord) -> None:
     blocks = f"[{record.span.start}, {record.span.end})"
-    print(f"swarmllm: serving blocks {blocks} of {checkpoint.name} as {record.peer.peer_id}", flush=True)
+    name = printable(checkpoint.name)  # programs read these lines, and a path may have line breaks
+    print(f"swarmllm: serving blocks {blocks} of {name} as {record.peer.peer_id}", flush=True)
     print(f"swarmllm: join with --initial_peers {' '.join(record.peer.join_maddrs)}", flush=True)
 
 
