@@ -148,6 +148,17 @@ def test_what_cannot_be_served_is_refused(
     assert served.names == ()
 
 
+def test_a_directory_without_adapters_is_named(
+    good: Path, checkpoint: Checkpoint, blocks: BlockSpan, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may be another one than the user meant."""
+    served = ServedAdapters([str(tmp_path), str(good)], checkpoint, token=None, cache_dir=None)
+    served.load(blocks)
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said == f"there is no adapter in {tmp_path}; those that come are offered then"
+    assert len(served.names) == 1
+
+
 def test_a_bad_change_leaves_what_was_offered(
     good: Path, checkpoint: Checkpoint, blocks: BlockSpan, tmp_path: Path
 ) -> None:

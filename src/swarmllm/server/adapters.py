@@ -141,6 +141,9 @@ class ServedAdapters:
         for place in self._found():
             stamp = _stamp(place)
             offers[place] = _Offer(stamp, self._read(place, blocks, offers))
+        for place in self._places:
+            if not _adapters_in(place):
+                logger.warning("there is no adapter in %s; those that come are offered then", place)
         self._offers = offers
 
     async def refresh(self, blocks: BlockSpan) -> bool:
@@ -191,11 +194,15 @@ class ServedAdapters:
     def _found(self) -> Iterator[str]:
         """List hub ids and directories of adapters; a directory of several adapters is replaced by these."""
         for place in self._places:
-            directory = user_path(place)
-            if not directory.is_dir() or any((directory / name).is_file() for name in (CONFIG, WEIGHTS, PICKLE)):
-                yield place
-            else:
-                yield from sorted(str(path.parent) for path in directory.glob(f"*/{CONFIG}"))
+            yield from _adapters_in(place)
+
+
+def _adapters_in(place: str) -> list[str]:
+    """The place itself, or the directories of adapters in it."""
+    directory = user_path(place)
+    if not directory.is_dir() or any((directory / name).is_file() for name in (CONFIG, WEIGHTS, PICKLE)):
+        return [place]
+    return sorted(str(path.parent) for path in directory.glob(f"*/{CONFIG}"))
 
 
 def _adapters(offers: Mapping[str, _Offer]) -> dict[str, BlockAdapter]:
