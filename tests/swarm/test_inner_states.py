@@ -140,6 +140,21 @@ def test_gradients_flow_through_hidden_states(any_model: Any, local: PreTrainedM
     torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-4, atol=1e-6)
 
 
+def test_padding_is_part_of_hidden_states_with_gradients(any_model: Any, local: PreTrainedModel) -> None:
+    """Also of those that are outputs of a request of their own, and for a loss that looks at the texts alone."""
+    ids, mask = padded(2, 12)
+    found = []
+    for model in (any_model, local):
+        embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
+        labels = ids.masked_fill(mask == 0, -100)
+        labels[0, 4] = -100  # it is predicted from padding
+        output = model(inputs_embeds=embeds, attention_mask=mask, labels=labels, output_hidden_states=True)
+        hidden = torch.stack(output.hidden_states)
+        (output.loss + hidden.square().mean()).backward()
+        found.append((hidden.detach(), output.loss.detach(), embeds.grad))
+    assert_close(*found)
+
+
 def test_no_gradient_through_a_session(model: Any) -> None:
     ids = prompt(1, 6)
     past = model(ids, use_cache=True).past_key_values

@@ -98,7 +98,8 @@ class RemoteBlocks(nn.Module):
             if here is None:
                 inputs = self._noise(inputs)
             for piece in pieces_with_gradient(inputs, span, self.local, self.traits):
-                wanted = inputs if piece is span else replace(inputs, inner=None)
+                # Inner states include padding, also where each is the output of a request of its own.
+                wanted = inputs if piece is span else replace(inputs, inner=None, whole=True)
                 hidden = self.batches(wanted, piece) if here is None else here.forward(wanted, piece)
                 inputs = inputs.with_hidden(hidden)
                 if inputs.inner is not None and piece is not span and piece.end - 1 in inputs.inner.outputs:
