@@ -126,6 +126,7 @@ ON_BLOCKS: dict[str, tuple[Operation, str]] = {
         lambda m: setattr(m.model, "layers", nn.ModuleList(m.model.layers[:2])),
         f"layers of the model {CHANGE}",
     ),
+    "a slice of them": (lambda m: setattr(m.model, "layers", m.model.layers[:2]), f"layers of the model {CHANGE}"),
     "no blocks": (lambda m: delattr(m.model, "layers"), CHANGE),
     "weights of blocks to load": (lambda m: m.load_state_dict(other_weights(m), strict=False), CHANGE),
     "a copy of a block": (lambda m: copy.deepcopy(block(m)), "can't be copied"),

@@ -16,7 +16,7 @@ import math
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property, partial, reduce
 from itertools import count
 from typing import Any, Self
@@ -94,8 +94,8 @@ class HollowBlocks(nn.ModuleList):
         return iter(self._shown)
 
     @property
-    def _shown(self) -> Sequence[nn.Module]:
-        """The modules that the list shows: the blocks, except in a forward.
+    def _shown(self) -> list[nn.Module] | tuple[nn.Module, ...]:
+        """The modules that the list shows: the blocks, as a list, except in a forward.
 
         A forward gets the proxy alone, or a stand-in for each block if hidden states between blocks are wanted.
         """
@@ -117,7 +117,10 @@ class HollowBlocks(nn.ModuleList):
         return super().named_children() if len(shown) == 1 else zip(map(str, count()), shown)  # noqa: B905
 
     def __getitem__(self, index: Any) -> Any:
-        return list(self._shown)[index]
+        shown = self._shown
+        if isinstance(index, slice) and isinstance(shown, list):  # a user's, outside of forwards: a module, as of torch
+            return nn.ModuleList(shown[index])
+        return shown[index]
 
     def __setitem__(self, index: Any, module: nn.Module) -> None:
         refuse_change(f"block {index}")
