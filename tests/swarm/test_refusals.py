@@ -132,6 +132,12 @@ REFUSED: dict[str, Call] = {
     "a mask of another length": forward(attention_mask=WRONG),
     "a mask that is no tensor": forward(attention_mask=[[1] * 9]),
     "a trained mask": forward(attention_mask=torch.ones(1, 9, requires_grad=True)),
+    "positions of the past, too": forward(position_ids=torch.arange(12)[None]),
+    "positions of other rows": forward(position_ids=torch.arange(9).expand(3, 9)),
+    "one position for all": forward(position_ids=torch.tensor([[3]])),
+    "positions of another length in a session": in_session(
+        lambda model: model.active_cache_session().step(model.embed(IDS), position_ids=torch.arange(12)[None])
+    ),
     "embeddings of another width": forward(input_ids=None, inputs_embeds=torch.zeros(1, 3, 5)),
     "ids with too many dimensions": forward(input_ids=IDS[None]),
     "no rows of ids": forward(input_ids=IDS[:0]),

@@ -406,7 +406,7 @@ def block_inputs(
     if attention_mask is not None:
         check_mask(attention_mask, shape[axis], shape[axis + 1], past)
     if position_ids is not None:
-        check_positions(position_ids)
+        check_positions(position_ids, shape[axis], shape[axis + 1])
     return BlockInputs(
         hidden_states=hidden_states,
         batch_size=shape[axis],

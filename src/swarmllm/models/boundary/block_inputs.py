@@ -304,10 +304,22 @@ def check_mask(mask: Tensor, batch_size: int, seq_len: int, past: int) -> None:
         )
 
 
-def check_positions(position_ids: Tensor) -> None:
-    """Raise ConfigurationError if these aren't whole numbers."""
+def check_positions(position_ids: Tensor, batch_size: int, seq_len: int) -> None:
+    """Check that there is a whole number for each token of the call, on one axis or several.
+
+    Models with vision make positions of a mask for all of the text, and then fail behind a cache.
+
+    Raises:
+        ConfigurationError: there isn't.
+    """
     if position_ids.is_floating_point() or position_ids.dtype == torch.bool:
         raise ConfigurationError(f"position_ids must be integers, not {position_ids.dtype}: give position_ids.long()")
+    shape = list(position_ids.shape)
+    if len(shape) not in (2, 3) or shape[-2] not in (1, batch_size) or shape[-1] != seq_len:
+        raise ConfigurationError(
+            f"position_ids must be [{batch_size}, {seq_len}], one for each token of this call, not {shape}: give "
+            "position_ids of these tokens alone (if you gave none, the model has made them of attention_mask)"
+        )
 
 
 def arithmetic(inputs: BlockInputs, past: int, traits: BlockTraits) -> int:

@@ -195,7 +195,7 @@ def _call_of(
     if of_shell.stack.role == "encoder":
         _refuse_other_masks(kwargs)
     vision = pack_vision_inputs(stack, kwargs, given, cache) if of_shell.has_vision else VisionInputs(kwargs)
-    tensors = _tensors_among(vision.kwargs)
+    tensors = _tensors_among(vision.kwargs, given)
     num_prefix = cache.num_prefix if cache is not None else len(prefix) if prefix is not None else 0
     if num_prefix and "attention_mask" in tensors:
         tensors["attention_mask"] = text_mask(tensors["attention_mask"], num_prefix)
@@ -264,7 +264,7 @@ def _call_of_audio(shell: PreTrainedModel, of_shell: ShellStack, kwargs: dict[st
     return Call(inputs=inputs, from_audio=True)
 
 
-def _tensors_among(kwargs: dict[str, Any]) -> dict[str, Tensor]:
+def _tensors_among(kwargs: dict[str, Any], given: Tensor) -> dict[str, Tensor]:
     tensors = {name: kwargs[name] for name in _ON_THE_WIRE if kwargs.get(name) is not None}
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
@@ -272,9 +272,9 @@ def _tensors_among(kwargs: dict[str, Any]) -> dict[str, Tensor]:
         if tensor.requires_grad and torch.is_grad_enabled():
             raise ConfigurationError(f"servers answer no gradient for {name}: give it detached")
     if "position_ids" in tensors:
-        check_positions(tensors["position_ids"])
         if tensors["position_ids"].ndim == 1:
             tensors["position_ids"] = tensors["position_ids"][None]
+        check_positions(tensors["position_ids"], *given.shape[:2])
     return tensors
 
 
