@@ -138,6 +138,7 @@ REFUSED: dict[str, Call] = {
     "positions of another length in a session": in_session(
         lambda model: model.active_cache_session().step(model.embed(IDS), position_ids=torch.arange(12)[None])
     ),
+    "embeddings without values": forward(input_ids=None, inputs_embeds=torch.empty(1, 3, 64, device="meta")),
     "embeddings of another width": forward(input_ids=None, inputs_embeds=torch.zeros(1, 3, 5)),
     "ids with too many dimensions": forward(input_ids=IDS[None]),
     "no rows of ids": forward(input_ids=IDS[:0]),

@@ -290,7 +290,13 @@ def _given(stack: PreTrainedModel, kwargs: dict[str, Any]) -> Tensor:
         raise ConfigurationError(f"{name} must be a tensor of {kind}, not {found}")
     if 0 in given.shape:
         raise ConfigurationError(f"the text is empty: {list(given.shape)}")
-    width = getattr(stack.get_input_embeddings(), "embedding_dim", None)
+    embeddings = stack.get_input_embeddings()
+    if given.is_meta or getattr(getattr(embeddings, "weight", given), "is_meta", False):
+        raise ConfigurationError(
+            "the meta device has no values, and servers compute with values: open the model anew by from_pretrained(), "
+            "and give it tensors of the CPU or a GPU"
+        )
+    width = getattr(embeddings, "embedding_dim", None)
     if embeds is not None and width is not None and (embeds.ndim != 3 or embeds.shape[-1] != width):
         raise ConfigurationError(f"inputs_embeds must be [batch, seq, {width}], not {list(embeds.shape)}")
     if embeds is None and given.ndim != 2:
