@@ -1,7 +1,8 @@
 """Models that see, their blocks on real servers, their towers here."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -72,6 +73,44 @@ def test_text_alone_in_a_session(model: Any, local: PreTrainedModel) -> None:
         got = model.generate(begun, max_new_tokens=4, do_sample=False)
         assert session.position == got.shape[1] - 1
     assert got.tolist() == want.tolist()
+
+
+def turns(
+    model: Any, ids: torch.Tensor, in_thread: Callable[[Callable[[], Any]], Any]
+) -> tuple[list[int], torch.Tensor]:
+    """A text about a picture, and what follows by its cache: two turns of `generate()`, or of a forward."""
+    options = {"do_sample": False, "return_dict_in_generate": True, "max_new_tokens": 4}
+    given = inputs_of(model)
+    first = in_thread(lambda: model.generate(**given, **options))
+    whole = torch.cat([first.sequences, ids], dim=1)
+    past = in_thread(lambda: copy.deepcopy(first.past_key_values))
+    second = in_thread(lambda: model.generate(whole, past_key_values=past, **options))
+    begun = in_thread(lambda: torch.no_grad()(model)(**given, use_cache=True))
+    logits = in_thread(lambda: torch.no_grad()(model)(input_ids=ids, past_key_values=begun.past_key_values).logits)
+    return second.sequences.tolist(), logits
+
+
+def test_a_text_with_a_picture_goes_on_in_another_thread(model: Any, local: PreTrainedModel) -> None:
+    """As with transformers' streamers, for which each turn is written in a thread of its own.
+
+    Other threads have another text behind them, whose positions are others.
+    """
+    ids = torch.arange(20, 24)[None]
+    want, want_logits = turns(local, ids, lambda call: call())
+
+    def alone(call: Callable[[], Any]) -> Any:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(call).result()
+
+    def behind_a_text(call: Callable[[], Any]) -> Any:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(model.generate, ids, max_new_tokens=2).result()
+            return pool.submit(call).result()
+
+    for in_thread in (alone, behind_a_text):
+        got, logits = turns(model, ids, in_thread)
+        assert got == want
+        torch.testing.assert_close(logits, want_logits, rtol=1e-4, atol=1e-4)
 
 
 def test_what_is_refused(model: Any, local: PreTrainedModel) -> None:

@@ -34,7 +34,7 @@ from swarmllm.errors import ConfigurationError
 from swarmllm.models.architecture import cache_argument, decoder_stack, has_vision
 from swarmllm.models.shell.hollow_blocks import stamp_of
 from swarmllm.models.shell.remote_cache import RemoteCache
-from swarmllm.models.shell.stack_forward import forget_offsets
+from swarmllm.models.shell.stack_forward import forget_offsets, resume_offsets
 
 AT_ONCE = 16
 """Texts that are written at the same time. Assumed: as many as a few servers compute together without long waits."""
@@ -58,6 +58,8 @@ def continued_session(model: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
     of the text, or if the loop feeds all of it again.
     """
     session = model.active_cache_session()
+    if isinstance(cache := kwargs.get(cache_argument(decoder_stack(model))), RemoteCache):
+        resume_offsets(model, cache)
     if session is None:
         yield lambda output: None
         return

@@ -7,9 +7,10 @@ A forward runs its blocks without a session if perhaps nobody continues its cach
 cache is `deferred`: it costs servers nothing. When it is continued after all, servers compute its positions again.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from threading import Thread
 from typing import Any, Never, NoReturn, Protocol, Self, SupportsIndex
 
 import torch
@@ -115,6 +116,10 @@ class RemoteCache(PhantomCache):
         """Its `BlockAdapters.stamp`, if it was read outside of one."""
         self.source_mask: Tensor | None = None
         """The mask of the encoder outputs, since the session's first forward."""
+        self.thread: Thread | None = None
+        """The thread of the last forward of a model with vision. Not its number, which another thread may get."""
+        self.offsets: Mapping[object, Any] = {}
+        """The values of `rope_deltas` in that forward (`stack_forward.resume_offsets`)."""
         self._rows = batch_size
 
     @property
@@ -219,6 +224,7 @@ class RemoteCache(PhantomCache):
         twin.go_on_with_adapter_of(self)
         twin.num_hidden, twin.num_prefix = self.num_hidden, self.num_prefix
         twin.has_graph, twin.source_mask = self.has_graph, self.source_mask
+        twin.thread, twin.offsets = self.thread, self.offsets
         return twin
 
     def __copy__(self) -> Self:

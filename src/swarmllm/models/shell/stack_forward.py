@@ -27,6 +27,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from threading import current_thread
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -387,10 +388,13 @@ def adopt_head(model: PreTrainedModel) -> None:
     if decoder_stack(model) is model:
         return
     positional = [parameter for parameter in inspect.signature(cls.forward).parameters if parameter != "self"]
+    name = cache_argument(decoder_stack(model))
 
     @functools.wraps(cls.forward)
     def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(positional, args, strict=False)), **kwargs}
+        if isinstance(cache := given.get(name), RemoteCache):
+            resume_offsets(self, cache)
         mask = given.get("attention_mask")
         mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
         instead = current_call().instead
@@ -535,6 +539,9 @@ def pack_vision_inputs(
     Raises:
         ConfigurationError: servers can't be sent one of them.
     """
+    if cache is not None:
+        cache.offsets = _offsets.get()
+        cache.thread = current_thread()
     deepstack = DeepstackArguments.of(stack)
     own = set() if deepstack is None else {deepstack.features, deepstack.mask}
     for name, value in kwargs.items():
@@ -576,6 +583,18 @@ def forget_offsets(model: PreTrainedModel) -> None:
     for part in model.modules():
         if _KEY in vars(part):
             _set_offsets(part, None)
+
+
+def resume_offsets(model: PreTrainedModel, cache: RemoteCache) -> None:
+    """Take over the `rope_deltas` of the text in this cache, if another thread or task went on with it last.
+
+    Where one thread writes several texts, they stay those of the last one, as in transformers.
+    """
+    known, here = cache.offsets, _offsets.get()
+    if known.keys() <= here.keys() and cache.thread in (None, current_thread()):
+        return
+    keys = {vars(part)[_KEY] for part in model.modules() if _KEY in vars(part)}
+    _offsets.set({**here, **{key: value for key, value in known.items() if key in keys}})
 
 
 def _get_offsets(part: Any) -> Any:
