@@ -9,7 +9,7 @@ import pytest
 import torch
 from swarm_models import assert_same_tokens, connected, load_local, prompt
 from tests.swarm.test_adapter_names import with_three
-from torch import nn
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.utils import output_capturing
 
@@ -99,12 +99,26 @@ def a_row_that_is_not_there(model: Any) -> object:
     return past.reorder_cache(torch.tensor([3]))
 
 
+def continued(ids: Tensor, **options: Any) -> Call:
+    """With a cache of one row."""
+
+    def call(model: Any) -> object:
+        past = model.generate(IDS, max_new_tokens=2, return_dict_in_generate=True).past_key_values
+        return model.generate(ids, past_key_values=past, max_new_tokens=2, **options)
+
+    return call
+
+
+LONGER = prompt(2, 14)
 WRONG = torch.ones(1, 5, dtype=torch.long)
 REFUSED: dict[str, Call] = {
     "early exit": text(assistant_early_exit=2),
     "early exit, sampled": text(assistant_early_exit=2, do_sample=True),
     "a cache of keys and values": text(past_key_values=DynamicCache()),
     "a quantized cache": text(cache_implementation="quantized"),
+    "a cache of fewer rows": continued(LONGER),
+    "a cache of fewer rows than beams": continued(LONGER[:1], num_beams=2),
+    "a cache of fewer rows than sequences": continued(LONGER[:1], num_return_sequences=2, do_sample=True),
     "breakers without a tokenizer": text(dry_multiplier=1.0, dry_sequence_breakers=["a"]),
     "options that don't fit": text(mirostat_tau=2.0, do_sample=False),
     "attention weights of a text": text(output_attentions=True, return_dict_in_generate=True),

@@ -279,6 +279,11 @@ class ClientShell:
         if given is not None:
             if not isinstance(given, RemoteCache):
                 raise ConfigurationError("past_key_values of generate() can only be what an earlier call has returned")
+            if given.length and given.batch_size != (rows := batch_size * _rows_per_prompt(generation_config)):
+                raise ConfigurationError(
+                    f"past_key_values has {given.batch_size} rows and this text {rows}, one for each prompt, beam and "
+                    "returned sequence: repeat or select rows of a copy of it, or leave it out"
+                )
             given._is_user_defined = True  # transformers' own mark: continue positions, and return the cache
             return
         if generation_config.use_cache is False:
