@@ -9,14 +9,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from swarm_models import connected, generate_seeded, prompt, wait_until
+from swarm_models import EVERYTHING, OPTIONS, connected, generate_seeded, prompt, wait_until
 from tests.numerics.test_call_sequences import Pair, run_sequence
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from swarmllm import LocalSwarm
 from swarmllm.client.session import inference_session
-from swarmllm.errors import SessionClosedError
+from swarmllm.errors import ConfigurationError, SessionClosedError
 from swarmllm.models.architecture import find_blocks
 
 
@@ -125,3 +125,49 @@ def test_servers_are_free_when_the_cache_is_gone(model: Any, use_cache: bool | N
         wait_until(lambda: peer.num_streams <= num_streams - 2, "the session's end")
     finally:
         gc.enable()
+
+
+@torch.no_grad()
+def cut_prompt(model: Any) -> Any:
+    """The cache of a prompt whose positions see each other, cut in its middle."""
+    cache = model(prompt(1, 12), attention_mask=torch.zeros(1, 1, 12, 12), use_cache=True).past_key_values
+    cache.crop(-5)
+    return cache
+
+
+@torch.no_grad()
+def two_steps(model: Any, cache: Any) -> Tensor:
+    ids = prompt(1, 12)
+    return torch.cat([model(ids[:, at : at + 2], past_key_values=cache).logits for at in (7, 9)], dim=1)
+
+
+def test_a_cut_prompt_that_looks_ahead_is_computed_again_as_a_whole(llama: Path, local: PreTrainedModel) -> None:
+    """What is left of it has looked at what is gone, and so must the caches of a new server."""
+    expected = two_steps(local, cut_prompt(local))
+    with (
+        LocalSwarm(llama, spans=[EVERYTHING, EVERYTHING], **OPTIONS) as swarm,
+        connected(llama, swarm.initial_peers, speculation="off") as model,
+    ):
+        cache = cut_prompt(model)
+        with pytest.raises(ConfigurationError, match="copy it before you cut it"):
+            copy.deepcopy(cache)
+        (hop,) = cache.session.route
+        next(server for server in swarm.servers if server.peer_id == hop.server.peer_id).kill()
+        assert torch.allclose(two_steps(model, cache), expected, rtol=1e-4, atol=1e-5)
+        assert cache.session.num_repairs == 1
+
+
+@pytest.mark.parametrize("rows", [[0], [0, 0]])
+def test_a_cut_prompt_that_looks_ahead_and_is_computed_later(
+    model: Any, local: PreTrainedModel, rows: list[int]
+) -> None:
+    """A forward that opens no session, whose rows are selected before the cut."""
+    ids, found = prompt(1, 12), []
+    with torch.no_grad():
+        for one in (local, model):
+            cache = one(ids, attention_mask=torch.zeros(1, 1, 12, 12)).past_key_values
+            cache.batch_select_indices(torch.tensor(rows))
+            cache.crop(-5)
+            more = ids[:, 7:9].expand(len(rows), -1)
+            found.append(one(more, past_key_values=cache).logits)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)

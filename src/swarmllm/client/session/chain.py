@@ -383,7 +383,7 @@ class Chain:
         Raises:
             CorruptActivationsError: it was wrong.
         """
-        if self.spot_checks is None or not self.spot_checks.due():
+        if self.spot_checks is None or not self.spot_checks.due() or self.text.is_cut_ahead:
             return
         (_, inputs), *others = self.text.past()
         if others:  # steps with contrary masks can't be computed again as one forward
@@ -559,9 +559,10 @@ class Chain:
 
     def _goes_step_by_step(self, before: Hop | None, run: Sequence[Hop]) -> bool:
         """True if the hops of `run` must compute the steps as they were computed, and can."""
-        if self.text.computes_anew or all(hop.route_hop.server.rounds_finely for hop in run):
-            return False
-        if before is not None and not before.route_hop.server.replays_steps:
+        can = before is None or before.route_hop.server.replays_steps
+        if self.text.is_cut_ahead:
+            return can
+        if not can or self.text.computes_anew or all(hop.route_hop.server.rounds_finely for hop in run):
             return False
         replay_s = step_by_step_ms([hop.route_hop for hop in run], self._costs()) / 1e3
         if replay_s > MAX_REPLAY_S:

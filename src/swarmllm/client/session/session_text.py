@@ -170,12 +170,29 @@ class SessionText:
         return self._log.was_computed_as(length + (self.adapter.num_prefix if self.adapter else 0), position)
 
     def replay(self, max_tokens: int) -> Iterator[tuple[int, BlockInputs]]:
-        """(position, inputs) of everything up to `position`, in chunks of about `max_tokens`."""
-        self._log.rollback(self.position)
+        """(position, inputs) of everything up to `position`, in chunks of about `max_tokens`.
+
+        Raises:
+            ConfigurationError: as `past`.
+        """
+        self._require_whole_masks()
         if self.computes_anew:
             self._log.compute_anew(max_tokens)
             self._pieces.clear()
         return self._log.replay(max_tokens)
+
+    @property
+    def is_cut_ahead(self) -> bool:
+        """True if the text was cut within a step whose mask looks ahead: only `steps` computes it again."""
+        self._log.rollback(self.position)
+        return self._log.is_cut_ahead
+
+    def _require_whole_masks(self) -> None:
+        if self.is_cut_ahead:
+            raise ConfigurationError(
+                "this text was cut within a part whose positions look at later ones (a picture, or a prefix that sees "
+                "itself), so it can go on, but not be copied or moved: copy it before you cut it, or begin it anew"
+            )
 
     @property
     def num_steps(self) -> int:
@@ -202,6 +219,10 @@ class SessionText:
         return found
 
     def past(self) -> list[tuple[int, BlockInputs]]:
-        """(position, inputs) of everything up to `position`, in as few calls as possible, mostly one."""
-        self._log.rollback(self.position)
+        """(position, inputs) of everything up to `position`, in as few calls as possible, mostly one.
+
+        Raises:
+            ConfigurationError: no call computes it in the same way (`is_cut_ahead`).
+        """
+        self._require_whole_masks()
         return [(position, replace(inputs, adapter=self.adapter)) for position, inputs in self._log.calls()]

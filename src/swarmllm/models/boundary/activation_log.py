@@ -47,12 +47,27 @@ class _Entry:
     def end(self) -> int:
         return self.position + self.inputs.seq_len
 
+    @property
+    def is_cut_ahead(self) -> bool:
+        """True if positions that are left have looked at some that a rollback has cut."""
+        return self.whole is not None and self.whole.looks_ahead(self.position)
+
+    def take_order(self, before: "_Entry | None", traits: BlockTraits) -> None:
+        """Select the rows of this step now, and leave the selection for `before`, the entry before it."""
+        order, self.order = self.order, None
+        if order is None:
+            return
+        self.inputs = self.inputs.rows_in_order(order, traits)
+        self.whole = None if self.whole is None else self.whole.rows_in_order(order, traits)
+        if before is not None:
+            before.order = _compose(before.order, order)
+
     def cut(self, count: int, mask: Tensor | None, traits: BlockTraits) -> None:
         """Keep the first `count` positions of the step, and remember the whole. `mask` is its run's mask until now."""
         whole, self.whole = self.whole or self.inputs, None
         # Rows of the mask may have another order already. Caches without rollback are computed from the text again now,
-        # without the positions that are cut.
-        if self.order is None and traits.rollback:
+        # without the positions that are cut; but not as long as they have forgotten nothing.
+        if self.order is None and (traits.rollback or (mask is not None and mask.ndim > 2)):
             kept = whole.attention_mask
             if self.has_mask and mask is not None and mask.ndim == 2:
                 columns = mask[:, self.position + count : self.end]
@@ -133,6 +148,12 @@ class ActivationLog:
         """True if a rollback has cut some step."""
         return any(entry.whole is not None for entry in self._entries)
 
+    @property
+    def is_cut_ahead(self) -> bool:
+        """True if a rollback has cut a step with a mask by which its first positions look at later ones, which are
+        gone. Then only `steps` gives the same states again."""
+        return any(entry.is_cut_ahead for entry in self._entries)
+
     def append(self, position: int, inputs: BlockInputs) -> None:
         """Log a step that begins at `position`; forget what was logged from there on."""
         self.rollback(position)
@@ -158,7 +179,10 @@ class ActivationLog:
         last = self._entries[-1]
         last.order = _compose(last.order, dropped)
         if position < self.length:
-            last.cut(position - last.position, self._runs[-1].mask, self._traits)
+            mask = self._runs[-1].mask
+            if mask is not None and mask.ndim > 2:  # it has the order of the present rows, and so must the whole step
+                last.take_order(self._entries[-2] if len(self._entries) > 1 else None, self._traits)
+            last.cut(position - last.position, mask, self._traits)
             self._runs[-1].cut(position)
             self._note_other_arithmetic(last)
         else:
