@@ -93,7 +93,7 @@ OUT_OF_MEMORY = ("DefaultCPUAllocator", "bad_alloc", "out of memory", "ALLOC_FAI
 """Words in plain RuntimeErrors of torch and its libraries that mean that memory ran out, mostly on CPUs."""
 
 
-def memory_ran_out(error: object) -> bool:
+def memory_ran_out(error: BaseException) -> bool:
     """True if an error of Python, torch or its libraries means that; torch's own class is a RuntimeError, too."""
     is_said = isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)
     return is_said or isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"

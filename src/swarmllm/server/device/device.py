@@ -77,10 +77,10 @@ def hardware_name(device: torch.device, number: int = 1) -> str:
 
 
 def out_of_memory(error: object) -> ServerOutOfMemoryError | None:
-    """Return the error for the client if `error` means that memory ran out, else None."""
+    """Return the error for the client if `error` means that memory ran out, else None. It may be a result."""
     if isinstance(error, ServerOutOfMemoryError):
         return error
-    if not memory_ran_out(error):
+    if not isinstance(error, BaseException) or not memory_ran_out(error):
         return None
     return ServerOutOfMemoryError("this server ran out of memory: use another one, or ask for less at once")
 
