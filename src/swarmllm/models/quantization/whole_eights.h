@@ -176,9 +176,8 @@ static void eights(const whole *w, const float *bias, int64_t start, int64_t end
         eights_of_one(w, bias, start, end, inputs, outputs);
         return;
     }
-    if (num >= LEAST_TURNED && w->columns <= MOST_TURNED_COLUMNS) {
-        int64_t some = num % TURNED < LEAST_TURNED ? num / TURNED * TURNED : num;
-        eights_by_turning(w, bias, start, end, inputs, some, outputs);
+    int64_t some = num % TURNED < LEAST_TURNED ? num / TURNED * TURNED : num;
+    if (some && eights_by_turning(w, bias, start, end, inputs, some, outputs)) {
         if (some < num)
             eights(w, bias, start, end, inputs + some * w->columns, num - some, outputs + some * w->rows);
         return;

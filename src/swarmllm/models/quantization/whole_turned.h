@@ -4,12 +4,13 @@
  *
  * Inputs are turned: TURNED of them side by side, and the columns of a chain one after the other, in pieces of columns.
  * Included by whole_eights.h. */
+#include <stdlib.h>
+
 #define TURNED (2 * LANES) /* inputs */
 #define LEAST_TURNED 13 /* inputs for which it is faster; measured on Zen 2 */
 #define ROWS_OF_TURNED 6 /* sums, inputs and a weight are all in registers */
 #define TURNED_PIECE 2048 /* columns of ROWS_OF_TURNED rows in float32 */
 #define TURNED_AT_ONCE (1 << 17) /* inputs by columns, as long as these are more than TURNED inputs */
-#define MOST_TURNED_COLUMNS (1 << 14) /* they take 1 MB of a thread's stack, of usually 8 */
 #define PADDED_PIECE (TURNED_PIECE + 16) /* so that rows don't compete for the same places in caches */
 
 typedef struct {
@@ -129,12 +130,16 @@ static void eights_of_turned(const whole *w, const float *bias, int64_t first, w
     }
 }
 
-static void eights_by_turning(const whole *w, const float *bias, int64_t start, int64_t end, const float *inputs, int64_t num,
-                              uint16_t *outputs) {
-    float turned[TURNED * MOST_TURNED_COLUMNS] ALIGNED;
+/* 0 if there is no memory. */
+static int eights_by_turning(const whole *w, const float *bias, int64_t start, int64_t end, const float *inputs, int64_t num,
+                             uint16_t *outputs) {
     wide_piece wide;
     int64_t columns = w->columns, at_once = TURNED_AT_ONCE / (TURNED * columns) * TURNED;
     at_once = at_once ? at_once : TURNED;
+    at_once = at_once < num ? at_once : (num + TURNED - 1) / TURNED * TURNED;
+    float *turned = aligned_alloc(64, (size_t)(at_once * columns) * sizeof *turned); /* too much for small stacks */
+    if (!turned)
+        return 0;
     for (; num > 0; inputs += at_once * columns, outputs += at_once * w->rows, num -= at_once) {
         int64_t now = num < at_once ? num : at_once;
         for (int64_t input = 0; input < now; input += TURNED)
@@ -147,4 +152,6 @@ static void eights_by_turning(const whole *w, const float *bias, int64_t start, 
                                  outputs + input * w->rows);
         }
     }
+    free(turned);
+    return 1;
 }
