@@ -2,13 +2,14 @@
  * up every eighth group of eight columns. Those that are left over, a multiple of 16, are summed up apart. Inputs are in
  * float32. One input, some, and many (whole_turned.h) have ways of their own. */
 #if LEVEL == 3
+#include <stdlib.h>
+
 #define SUMS 8
 #define AT_A_TIME (SUMS * LANES) /* columns */
-#define ROWS_OF_MANY 3 /* by INPUTS_OF_MANY: a sum of each, weights and an input are all in registers */
-#define INPUTS_OF_MANY 4
-#define MOST_OF_MANY 16 /* inputs whose sums are in the first cache */
-#define BAND_OF_MANY 24 /* rows that take turns with inputs, all in the second cache */
-#define PIECE 256 /* columns of ROWS_OF_MANY rows in float32, and of INPUTS_OF_MANY inputs, are there, too */
+#define MOST_OF_SOME 16 /* inputs */
+#define MOST_AT_ONCE 5 /* of these, by two rows: sums, weights, an input and zeros are all in registers */
+#define PIECE 512 /* columns, which MOST_AT_ONCE inputs have in the first cache; measured on Zen 2, as the next two */
+#define BAND_OF_SOME 12 /* rows that take turns with a piece of inputs; a multiple of 2, 3 and 4, at most 16 */
 #define ROWS_AHEAD 4
 
 INLINE vec eight_at(const uint16_t *from) {
@@ -39,12 +40,6 @@ INLINE float sum_of_lanes(vec sum) {
     return _mm256_cvtss_f32(ADD(sum, SHUFFLED_IN_FOURS(sum, 0xb1)));
 }
 
-/* The same of LANES vectors, in the same order. */
-INLINE vec sums_of_lanes(vec of[LANES]) {
-    transpose(of);
-    return ADD(ADD(ADD(of[0], of[4]), ADD(of[2], of[6])), ADD(ADD(of[1], of[5]), ADD(of[3], of[7])));
-}
-
 /* Of the columns that are left over. */
 INLINE vec sum_of_left(const uint16_t *row, const float *input, int64_t left) {
     vec sum = ZERO();
@@ -63,93 +58,8 @@ INLINE void add_row(const uint16_t *row, const float *input, int64_t columns, co
     }
 }
 
-/* Of `num` inputs, at most INPUTS_OF_MANY, each `distance` after the one before; `wide` has rows of PIECE columns. */
-INLINE void add_some(const float *wide, const float *inputs, int64_t distance, int num, int64_t columns,
-                     vec sums[][ROWS_OF_MANY][SUMS]) {
-    for (int sum = 0; sum < SUMS; sum++) {
-        vec some[INPUTS_OF_MANY][ROWS_OF_MANY];
-        for (int input = 0; input < num; input++)
-            for (int which = 0; which < ROWS_OF_MANY; which++)
-                some[input][which] = sums[input][which][sum];
-        for (int64_t at = sum * LANES; at < columns; at += AT_A_TIME) {
-            vec weights[ROWS_OF_MANY];
-            for (int which = 0; which < ROWS_OF_MANY; which++)
-                weights[which] = LOAD(wide + which * PIECE + at);
-            for (int input = 0; input < num; input++) {
-                vec one = LOAD(inputs + input * distance + at);
-                for (int which = 0; which < ROWS_OF_MANY; which++)
-                    some[input][which] = FMA(weights[which], one, some[input][which]);
-            }
-        }
-        for (int input = 0; input < num; input++)
-            for (int which = 0; which < ROWS_OF_MANY; which++)
-                sums[input][which][sum] = some[input][which];
-    }
-}
-
-/* `num` is a constant in each version, so that sums are in registers. */
-static void add_to_some(const float *wide, const float *inputs, int64_t distance, int64_t num, int64_t columns,
-                        vec sums[][ROWS_OF_MANY][SUMS]) {
-    if (num == 1)
-        add_some(wide, inputs, distance, 1, columns, sums);
-    else if (num == 2)
-        add_some(wide, inputs, distance, 2, columns, sums);
-    else if (num == 3)
-        add_some(wide, inputs, distance, 3, columns, sums);
-    else
-        add_some(wide, inputs, distance, INPUTS_OF_MANY, columns, sums);
-}
-
 INLINE uint16_t as_output(float result, const float *bias, int64_t row) {
     return bfloat16_of(bias ? result + bias[row] : result);
-}
-
-/* Outputs of row `first + which` from the sums of `num` inputs, at most MOST_OF_MANY, and the columns that these lack. */
-INLINE void put_row(const whole *w, const float *bias, int64_t first, int which, vec sums[][ROWS_OF_MANY][SUMS],
-                    const float *inputs, int64_t num, uint16_t *outputs) {
-    int64_t row = first + which, left = w->columns % AT_A_TIME, body = w->columns - left;
-    const uint16_t *weights = (const uint16_t *)w->weights + row * w->columns + body;
-    for (int64_t begin = 0; begin < num; begin += LANES) {
-        int64_t some = num - begin < LANES ? num - begin : LANES;
-        vec of_sums[LANES], of_left[LANES], results;
-        float each[LANES];
-        for (int64_t input = 0; input < LANES; input++)
-            of_sums[input] = input < some ? sum_of_sums(sums[begin + input][which]) : ZERO();
-        results = sums_of_lanes(of_sums);
-        if (left) {
-            for (int64_t input = 0; input < LANES; input++)
-                of_left[input] =
-                    input < some ? sum_of_left(weights, inputs + (begin + input) * w->columns + body, left) : ZERO();
-            results = ADD(results, sums_of_lanes(of_left));
-        }
-        STORE(each, results);
-        for (int64_t input = 0; input < some; input++)
-            outputs[(begin + input) * w->rows + row] = as_output(each[input], bias, row);
-    }
-}
-
-/* ROWS_OF_MANY rows from `first` on by at most MOST_OF_MANY inputs. Rows are turned into float32 piece by piece. */
-INLINE void eights_of_many(const whole *w, const float *bias, int64_t first, const float *inputs, int64_t num, int is_read,
-                           uint16_t *outputs) {
-    int64_t columns = w->columns, body = columns / AT_A_TIME * AT_A_TIME;
-    const uint16_t *rows = (const uint16_t *)w->weights + first * columns;
-    vec sums[MOST_OF_MANY][ROWS_OF_MANY][SUMS];
-    float wide[ROWS_OF_MANY * PIECE];
-    memset(sums, 0, (size_t)num * sizeof sums[0]);
-    for (int64_t begin = 0; begin < body; begin += PIECE) {
-        int64_t some = begin + PIECE < body ? PIECE : body - begin;
-        for (int which = 0; which < ROWS_OF_MANY; which++) {
-            const uint16_t *row = rows + which * columns + begin;
-            for (int64_t at = 0; at < some; at += LANES)
-                STORE(wide + which * PIECE + at, eight_at(row + at));
-            if (is_read)
-                ask((const char *)(row + ROWS_OF_MANY * columns), some * 2);
-        }
-        for (int64_t input = 0; input < num; input += INPUTS_OF_MANY)
-            add_to_some(wide, inputs + input * columns + begin, columns, num - input, some, sums + input);
-    }
-    for (int which = 0; which < ROWS_OF_MANY; which++)
-        put_row(w, bias, first, which, sums, inputs, num, outputs);
 }
 
 static void eights_of_one(const whole *w, const float *bias, int64_t start, int64_t end, const float *input,
@@ -168,29 +78,167 @@ static void eights_of_one(const whole *w, const float *bias, int64_t start, int6
     }
 }
 
+/* ------------------------------------------------------------------ some inputs
+ *
+ * Weights are turned into float32 in registers, 16 at a time: columns 0 to 3 and 8 to 11 are in one vector, and the others in
+ * a second. So are the inputs. Of the sums of eight lanes, each vector has the lower or upper half of two. */
+
+INLINE vec half_of_16(const uint16_t *weights, int half) {
+    __m256i all = _mm256_loadu_si256((const __m256i *)weights), zeros = _mm256_setzero_si256();
+    return _mm256_castsi256_ps(half ? _mm256_unpackhi_epi16(zeros, all) : _mm256_unpacklo_epi16(zeros, all));
+}
+
+INLINE int64_t piece_from(int64_t begin, int64_t body) { return body - begin < PIECE ? body - begin : PIECE; }
+
+/* Inputs in the order in which they are read: piece by piece, and in each piece one after the other of the SUMS vectors. */
+static void arrange_inputs(const float *inputs, int64_t num, int64_t columns, float *to) {
+    int64_t body = columns / AT_A_TIME * AT_A_TIME;
+    for (int64_t begin = 0; begin < body; begin += PIECE) {
+        int64_t size = piece_from(begin, body), apart = size / AT_A_TIME * num * LANES;
+        for (int64_t input = 0; input < num; input++) {
+            for (int64_t column = 0; column < size; column += 2 * LANES) {
+                const float *from = inputs + input * columns + begin + column;
+                vec first = LOAD(from), second = LOAD(from + LANES);
+                float *at = to + column % AT_A_TIME / LANES * apart + (column / AT_A_TIME * num + input) * LANES;
+                STORE(at, _mm256_permute2f128_ps(first, second, 0x20));
+                STORE(at + apart, _mm256_permute2f128_ps(first, second, 0x31));
+            }
+        }
+        to += size * num;
+    }
+}
+
+/* One of the SUMS vectors of `num` inputs by `rows` rows, all constants. `begins`: what was there before isn't added. */
+INLINE void add_half(const uint16_t *weights, int64_t columns, int64_t turns, const float *inputs, int num, int rows, int half,
+                     int begins, int place, vec sums[][SUMS]) {
+    vec some[4][MOST_AT_ONCE];
+    for (int row = 0; row < rows; row++)
+        for (int input = 0; input < num; input++)
+            some[row][input] = begins ? ZERO() : sums[row * MOST_AT_ONCE + input][place];
+    for (int64_t turn = 0; turn < turns; turn++, weights += AT_A_TIME, inputs += num * LANES) {
+        vec of_rows[4];
+        for (int row = 0; row < rows; row++)
+            of_rows[row] = half_of_16(weights + row * columns, half);
+        for (int input = 0; input < num; input++) {
+            vec one = LOAD(inputs + input * LANES);
+            for (int row = 0; row < rows; row++)
+                some[row][input] = FMA(of_rows[row], one, some[row][input]);
+        }
+    }
+    for (int row = 0; row < rows; row++)
+        for (int input = 0; input < num; input++)
+            sums[row * MOST_AT_ONCE + input][place] = some[row][input];
+}
+
+INLINE void add_piece(const uint16_t *weights, int64_t columns, int64_t size, const float *inputs, int num, int rows, int begins,
+                      const uint16_t *next, vec sums[][SUMS]) {
+    int64_t turns = size / AT_A_TIME, apart = turns * num * LANES, part = size * 2 / SUMS;
+    for (int two = 0; two < SUMS; two += 2, weights += 2 * LANES, inputs += 2 * apart) {
+        if (next)
+            for (int row = 0; row < rows; row++)
+                ask((const char *)(next + row * columns) + two * part, 2 * part);
+        add_half(weights, columns, turns, inputs, num, rows, 0, begins, two, sums);
+        add_half(weights, columns, turns, inputs + apart, num, rows, 1, begins, two + 1, sums);
+    }
+}
+
+/* Versions for so many inputs and rows. */
+#define BY_ROWS(num, rows)                                                                                             \
+    static void add_##num##_by_##rows(const uint16_t *weights, int64_t columns, int64_t size, const float *inputs,     \
+                                      int begins, const uint16_t *next, vec sums[][SUMS]) {                            \
+        if (begins)                                                                                                    \
+            add_piece(weights, columns, size, inputs, num, rows, 1, next, sums);                                       \
+        else                                                                                                           \
+            add_piece(weights, columns, size, inputs, num, rows, 0, next, sums);                                       \
+    }
+BY_ROWS(2, 4)
+BY_ROWS(3, 3)
+BY_ROWS(3, 2)
+BY_ROWS(4, 2)
+BY_ROWS(5, 2)
+typedef void adder(const uint16_t *weights, int64_t columns, int64_t size, const float *inputs, int begins,
+                   const uint16_t *next, vec sums[][SUMS]);
+
+INLINE adder *adder_of(int64_t num, int64_t rows) {
+    return num == 2 ? add_2_by_4 : num == 4 ? add_4_by_2 : num == 5 ? add_5_by_2 : rows == 3 ? add_3_by_3 : add_3_by_2;
+}
+
+/* How many of `num` inputs are multiplied together next: all in groups of about the same size. */
+INLINE int64_t next_group(int64_t num) {
+    int64_t groups = (num + MOST_AT_ONCE - 1) / MOST_AT_ONCE;
+    return (num + groups - 1) / groups;
+}
+
+/* Rows that are multiplied together, so that there are 8 to 10 sums at a time. */
+INLINE int64_t rows_by(int64_t num) { return num == 2 ? 4 : num == 3 || num == 6 ? 3 : 2; }
+
+/* As `sum_of_sums` and `sum_of_lanes`, of vectors in halves. */
+INLINE float sum_of_halves(const vec sums[SUMS]) {
+    vec lower = ADD(ADD(sums[0], sums[4]), ADD(sums[2], sums[6])), upper = ADD(ADD(sums[1], sums[5]), ADD(sums[3], sums[7]));
+    __m128 first = _mm_add_ps(_mm256_castps256_ps128(lower), _mm256_extractf128_ps(lower, 1));
+    __m128 four = _mm_add_ps(first, _mm_add_ps(_mm256_castps256_ps128(upper), _mm256_extractf128_ps(upper, 1)));
+    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+
+/* BAND_OF_SOME rows from `first` on, `rows` at a time, by at most MOST_AT_ONCE inputs, which are also arranged. `asks`: for
+ * the rows that come next. */
+static void band_of_some(const whole *w, const float *bias, int64_t first, int64_t rows, const float *inputs,
+                         const float *arranged, int64_t num, int asks, uint16_t *outputs) {
+    int64_t columns = w->columns, left = columns % AT_A_TIME, body = columns - left;
+    const uint16_t *band = (const uint16_t *)w->weights + first * columns;
+    vec sums[BAND_OF_SOME][MOST_AT_ONCE][SUMS];
+    adder *add = adder_of(num, rows);
+    for (int64_t begin = 0; begin < body; begin += PIECE) {
+        for (int64_t row = 0; row < BAND_OF_SOME; row += rows) {
+            const uint16_t *from = band + row * columns + begin, *next = asks ? from + BAND_OF_SOME * columns : NULL;
+            add(from, columns, piece_from(begin, body), arranged + begin * num, begin == 0, next, sums[row]);
+        }
+    }
+    for (int64_t row = 0; row < BAND_OF_SOME; row++) {
+        for (int64_t input = 0; input < num; input++) {
+            float result = body ? sum_of_halves(sums[row][input]) : 0.0f;
+            if (left)
+                result += sum_of_lanes(sum_of_left(band + row * columns + body, inputs + input * columns + body, left));
+            outputs[input * w->rows + first + row] = as_output(result, bias, first + row);
+        }
+    }
+}
+
+/* 2 inputs or more. 0 if there is no memory. */
+static int eights_of_some(const whole *w, const float *bias, int64_t start, int64_t end, const float *inputs, int64_t num,
+                          uint16_t *outputs) {
+    int64_t columns = w->columns, body = columns / AT_A_TIME * AT_A_TIME, rows = rows_by(num);
+    float *arranged = aligned_alloc(64, (size_t)(num * body) * sizeof *arranged);
+    if (!arranged)
+        return 0;
+    for (int64_t input = 0, group; input < num; input += group) {
+        group = next_group(num - input);
+        arrange_inputs(inputs + input * columns, group, columns, arranged + input * body);
+    }
+    for (int64_t row = start; row < end; row += BAND_OF_SOME) { /* some rows twice, with the same result */
+        int64_t first = row + BAND_OF_SOME <= end ? row : end - BAND_OF_SOME;
+        for (int64_t input = 0, group; input < num; input += group) {
+            group = next_group(num - input);
+            band_of_some(w, bias, first, rows, inputs + input * columns, arranged + input * body, group, input == 0,
+                         outputs + input * w->rows);
+        }
+    }
+    free(arranged);
+    return 1;
+}
+
 #include "whole_turned.h"
 
 static void eights(const whole *w, const float *bias, int64_t start, int64_t end, const float *inputs, int64_t num,
                    uint16_t *outputs) {
-    if (num == 1) {
+    int64_t columns = w->columns, turned = num % TURNED < LEAST_TURNED ? num / TURNED * TURNED : num, rest = num - turned;
+    if (turned && !eights_by_turning(w, bias, start, end, inputs, turned, outputs))
+        turned = 0, rest = num;
+    inputs += turned * columns, outputs += turned * w->rows;
+    if (rest > 1 && rest <= MOST_OF_SOME && eights_of_some(w, bias, start, end, inputs, rest, outputs))
+        return;
+    for (; rest > 0; rest--, inputs += columns, outputs += w->rows)
         eights_of_one(w, bias, start, end, inputs, outputs);
-        return;
-    }
-    int64_t some = num % TURNED < LEAST_TURNED ? num / TURNED * TURNED : num;
-    if (some && eights_by_turning(w, bias, start, end, inputs, some, outputs)) {
-        if (some < num)
-            eights(w, bias, start, end, inputs + some * w->columns, num - some, outputs + some * w->rows);
-        return;
-    }
-    for (int64_t begin = start; begin < end; begin += BAND_OF_MANY) {
-        int64_t last = begin + BAND_OF_MANY < end ? begin + BAND_OF_MANY : end;
-        for (int64_t input = 0; input < num; input += MOST_OF_MANY) {
-            int64_t some = num - input < MOST_OF_MANY ? num - input : MOST_OF_MANY;
-            for (int64_t row = begin; row < last; row += ROWS_OF_MANY) { /* some rows twice, with the same result */
-                int64_t first = row + ROWS_OF_MANY <= end ? row : end - ROWS_OF_MANY;
-                eights_of_many(w, bias, first, inputs + input * w->columns, some, input == 0, outputs + input * w->rows);
-            }
-        }
-    }
 }
 #endif

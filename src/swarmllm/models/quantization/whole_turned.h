@@ -1,11 +1,8 @@
-/* The order EIGHTS by TURNED inputs together, at 1.4 times the speed of `eights_of_many`. A lane belongs to an input. Column
- * after column would be a chain of additions; here each of the AT_A_TIME sums of a row is one, of every AT_A_TIME-th column.
- * Then the sums are added as in `sum_of_sums` and `sums_of_lanes`.
+/* The order EIGHTS by TURNED inputs together. A lane belongs to an input. Each of the AT_A_TIME sums of a row, of every
+ * AT_A_TIME-th column, is a chain of products; then the chains are added as in `sum_of_sums` and `sum_of_lanes`.
  *
  * Inputs are turned: TURNED of them side by side, and the columns of a chain one after the other, in pieces of columns.
  * Included by whole_eights.h. */
-#include <stdlib.h>
-
 #define TURNED (2 * LANES) /* inputs */
 #define LEAST_TURNED 13 /* inputs for which it is faster; measured on Zen 2 */
 #define ROWS_OF_TURNED 6 /* sums, inputs and a weight are all in registers */
