@@ -193,3 +193,14 @@ def test_a_long_text_token_by_token_takes_memory_in_proportion() -> None:
 
     kept = [tensor for entry in log._entries for tensor in entry.inputs.tensors().values()]
     assert sum(tensor.untyped_storage().nbytes() for tensor in kept) == 100 * (3 * 4 + 8)
+
+
+def test_only_a_cut_within_what_sees_itself_needs_the_whole_step() -> None:
+    """As of a picture with text on both sides: cut behind the picture, the rest is computed as any text is."""
+    mask = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
+    mask[..., 2:5, 2:5] = True
+    log = ActivationLog(BlockTraits())
+    log.append(0, BlockInputs(hidden_states=torch.zeros(1, 8, 3), batch_size=1, seq_len=8, attention_mask=mask))
+    for position, is_cut_ahead in ((7, False), (5, False), (4, True), (3, True), (2, False)):
+        log.rollback(position)
+        assert log.is_cut_ahead == is_cut_ahead

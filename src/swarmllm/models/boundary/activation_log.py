@@ -50,7 +50,7 @@ class _Entry:
     @property
     def is_cut_ahead(self) -> bool:
         """True if positions that are left have looked at some that a rollback has cut."""
-        return self.whole is not None and self.whole.looks_ahead(self.position)
+        return self.whole is not None and self.whole.sees_from(self.end, self.inputs.seq_len)
 
     def take_order(self, before: "_Entry | None", traits: BlockTraits) -> None:
         """Select the rows of this step now, and leave the selection for `before`, the entry before it."""
@@ -150,8 +150,8 @@ class ActivationLog:
 
     @property
     def is_cut_ahead(self) -> bool:
-        """True if a rollback has cut a step with a mask by which its first positions look at later ones, which are
-        gone. Then only `steps` gives the same states again."""
+        """True if a rollback has cut a step, and positions that are left have looked at some that are gone. Then only
+        `steps` gives the same states again."""
         return any(entry.is_cut_ahead for entry in self._entries)
 
     def append(self, position: int, inputs: BlockInputs) -> None:

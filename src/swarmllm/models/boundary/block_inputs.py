@@ -135,8 +135,12 @@ class BlockInputs:
         mask = self.attention_mask
         if mask is None or mask.ndim == 2:
             return False
-        shown = mask == 0 if mask.is_floating_point() else mask != 0
-        return bool(shown.triu(past + 1).any())
+        return bool(_shown(mask).triu(past + 1).any())
+
+    def sees_from(self, position: int, count: int) -> bool:
+        """True if the mask lets some of the first `count` positions attend to the text from `position` on."""
+        mask = self.attention_mask
+        return mask is not None and mask.ndim > 2 and bool(_shown(mask)[..., :count, position:].any())
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors to encode, by name."""
@@ -280,6 +284,11 @@ _NO_TENSORS = ("batch_size", "seq_len", "adapter", "trained", "inner", "whole", 
 
 
 TENSOR_NAMES = tuple(field.name for field in fields(BlockInputs) if field.name not in _NO_TENSORS)
+
+
+def _shown(mask: Tensor) -> Tensor:
+    """True where a mask of several axes lets a position attend."""
+    return mask == 0 if mask.is_floating_point() else mask != 0
 
 
 def check_mask(mask: Tensor, batch_size: int, seq_len: int, past: int) -> None:
