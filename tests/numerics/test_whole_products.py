@@ -99,6 +99,25 @@ def test_tiny_numbers(bias: bool, exponents: tuple[int, int], sign: int, monkeyp
         assert orders == {Order.IN_TILES if has_tiles else Order.CHAINED if sign == 1 else Order.IN_PAIRS}
 
 
+@needs_kernels
+@pytest.mark.parametrize("columns", [512, 528])
+def test_sums_of_products_that_are_all_too_small(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is -0, and so is their sum, unless torch adds a 0 at the end."""
+    if not whole._has_order(Order.EIGHTS, torch.bfloat16):
+        pytest.skip("torch adds in other orders here")
+    monkeypatch.setattr(whole, "SMALLEST", 1)
+    monkeypatch.setattr(whole, "_is_faster", lambda *_: True)
+    monkeypatch.setattr(whole, "_found", {})
+    module = hastened(32, columns, torch.bfloat16)
+    module.weight.data.fill_(-1e-30)
+    with torch.inference_mode():
+        for num_inputs in (1, 2, 12, 16, 29):
+            inputs = torch.full((num_inputs, columns), 1e-30).bfloat16()
+            assert whole.takes(inputs, module.weight)
+            expected = F.linear(inputs, module.weight)
+            assert torch.equal(module(inputs).view(torch.int16), expected.view(torch.int16))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("place", [0, 4, 8, 12, 16, 48])
 def test_wherever_a_weight_begins(place: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

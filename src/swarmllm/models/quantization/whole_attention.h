@@ -2,7 +2,7 @@
  * additions were revealed by masks, as those of products (whole.h). Scores and values depend on the library that multiplies:
  * whole_attention_4.h and whole_attention_3.h say how. Between them is the softmax of at most KEYS_AT_ONCE keys:
  *
- *   exponentials  Malossi's (2015) for LANES scores at a time, and the C library's for those left over
+ *   exponentials  Malossi's (2015) for LANES scores at a time, and the C library's for those left over, of doubles
  *   their sum     in twice LANES lanes, halves of which are added until one is left
  *
  * Included by whole_3.c and whole_4.c after whole.h. */
@@ -59,7 +59,7 @@ INLINE float to_weights(const float *scores, int64_t count, float largest, weigh
     float total = sum_by_halves(ADD(sums[0], sums[1])), last[LANES] = {0.0f};
     weighed rest[LANES];
     for (int64_t one = key; one < count; one++) {
-        last[one - key] = expf(scores[one] - largest);
+        last[one - key] = (float)exp((double)(scores[one] - largest));
         total += last[one - key];
     }
     PUT_WEIGHTS(rest, LOAD(last));

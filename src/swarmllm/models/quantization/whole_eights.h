@@ -1,6 +1,7 @@
 /* The order EIGHTS of whole.h, which includes this file: torch's own products in bfloat16 on AVX2. Each of eight vectors sums
- * up every eighth group of eight columns. Those that are left over, a multiple of 16, are summed up apart. Inputs are in
- * float32. One input, some, and many (whole_turned.h) have ways of their own. */
+ * up every eighth group of eight columns. Those that are left over, a multiple of 16, are summed up apart. Where none are, 0
+ * is added all the same, and makes 0 of -0. Inputs are in float32. One input, some, and many (whole_turned.h) have ways of
+ * their own. */
 #if LEVEL == 3
 #include <stdlib.h>
 
@@ -72,8 +73,7 @@ static void eights_of_one(const whole *w, const float *bias, int64_t start, int6
             sums[sum] = ZERO();
         add_row(weights, input, body, (const char *)(weights + ROWS_AHEAD * columns), sums);
         float result = sum_of_lanes(sum_of_sums(sums));
-        if (body < columns)
-            result += sum_of_lanes(sum_of_left(weights + body, input + body, columns - body));
+        result += body < columns ? sum_of_lanes(sum_of_left(weights + body, input + body, columns - body)) : 0.0f;
         outputs[row] = as_output(result, bias, row);
     }
 }
@@ -197,9 +197,9 @@ static void band_of_some(const whole *w, const float *bias, int64_t first, int64
     }
     for (int64_t row = 0; row < BAND_OF_SOME; row++) {
         for (int64_t input = 0; input < num; input++) {
+            const float *rest = inputs + input * columns + body;
             float result = body ? sum_of_halves(sums[row][input]) : 0.0f;
-            if (left)
-                result += sum_of_lanes(sum_of_left(band + row * columns + body, inputs + input * columns + body, left));
+            result += left ? sum_of_lanes(sum_of_left(band + row * columns + body, rest, left)) : 0.0f;
             outputs[input * w->rows + first + row] = as_output(result, bias, first + row);
         }
     }

@@ -120,7 +120,7 @@ static void eights_of_turned(const whole *w, const float *bias, int64_t first, w
         float each[TURNED];
         for (int half = 0; half < 2; half++) {
             vec result = body ? chains_added(chains, row, half) : ZERO();
-            STORE(each + half * LANES, left ? ADD(result, left_added(of_left, row, half)) : result);
+            STORE(each + half * LANES, ADD(result, left ? left_added(of_left, row, half) : ZERO()));
         }
         for (int64_t input = 0; input < num; input++)
             outputs[input * w->rows + first + row] = as_output(each[input], bias, first + row);
