@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -139,6 +140,15 @@ def test_kernels_of_another_version_are_left_alone(
         _fields_ = (("new", ctypes.c_int64),)
 
     monkeypatch.setattr(kernels, "_Weight", Longer)
+    assert kernels.library.__wrapped__() is None
+    assert "is of another version: install swarmllm anew" in caplog.text
+
+
+def test_kernels_without_a_function_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after a new version of the code alone. A function that takes other arguments has a new name."""
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(swarmllm_multiply_tiles=None))
     assert kernels.library.__wrapped__() is None
     assert "is of another version: install swarmllm anew" in caplog.text
 

@@ -577,7 +577,7 @@ INLINE void attend_as_torch(const instruction *is, const seen *of, float *arena,
             for (int64_t i = 0; i < size; i++) /* they are rounded already */
                 queries[one * size + i] = (uint16_t)(rounded_bits(query[i * is->one.strides[2]]) >> 16);
         }
-        swarmllm_attend_as_torch(LEVEL, &to);
+        swarmllm_attend_at_level(LEVEL, &to);
         for (int64_t i = 0; i < to.num * size; i++)
             arena[is->out.offset + q * size + i] = float_of(outputs[i]);
     }

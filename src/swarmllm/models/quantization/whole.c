@@ -27,7 +27,7 @@ int64_t swarmllm_can_attend_as_torch(int64_t level) {
     return level == 3 || (level == 4 && __builtin_cpu_supports("avx512bf16"));
 }
 
-void swarmllm_attend_as_torch(int64_t level, const attended *to) {
+void swarmllm_attend_at_level(int64_t level, const attended *to) {
     (level == 3 ? swarmllm_attend_as_torch_3 : swarmllm_attend_as_torch_4)(to);
 }
 
@@ -47,7 +47,7 @@ int64_t swarmllm_can_attend_as_torch(int64_t level) {
     return 0;
 }
 
-void swarmllm_attend_as_torch(int64_t level, const attended *to) { (void)level, (void)to; }
+void swarmllm_attend_at_level(int64_t level, const attended *to) { (void)level, (void)to; }
 
 void swarmllm_multiply_whole(int64_t level, const whole *w, const float *bias, int64_t start, int64_t end,
                              const char *inputs, int64_t num, char *outputs) {

@@ -61,7 +61,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple
         own = slice(head * num, (head + 1) * num)
         addresses = [one.data_ptr() for one in (queries[own], some_keys, some_values, outputs[own], log_sums[own])]
         given = _Attended(*addresses[:3], num, count, size, scale, *addresses[3:])
-        kernels.library().swarmllm_attend_as_torch(kernels.level(), ctypes.byref(given))
+        kernels.library().swarmllm_attend_at_level(kernels.level(), ctypes.byref(given))
     return outputs, log_sums
 
 

@@ -30,5 +30,5 @@ typedef struct {
     const uint16_t *next; /* keys that are read after these; or NULL */
 } attended;
 
-void swarmllm_attend_as_torch(int64_t level, const attended *to);
+void swarmllm_attend_at_level(int64_t level, const attended *to);
 #endif
