@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from published_stores import bitsandbytes_4bit, gptq
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, _dequantize_fp8_weight
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -92,3 +93,33 @@ def test_mxfp4(experts: int) -> None:
     exponents = torch.randint(100, 140, (experts, 48, 2), generator=generator, dtype=torch.uint8)
     weight = read({"quant_method": "mxfp4"}, {"_blocks": blocks, "_scales": exponents})
     assert torch.equal(weight.mT, convert_moe_packed_tensors(blocks, exponents, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("shape", [(7, 40), (3, 96), (130, 130)])
+def test_bitsandbytes_with_a_smaller_last_group(shape: tuple[int, int], nested: bool) -> None:
+    pytest.importorskip("bitsandbytes")
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    parts, expected = bitsandbytes_4bit(weight, "nf4", nested)
+    form = format_of({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}})
+    assert form is not None
+    assert form.keep(parts, torch.float32) is None
+    torch.testing.assert_close(form.dequantize(parts), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [32, 48, 96, -1])
+def test_gptq_without_the_groups_of_inputs(size: int) -> None:
+    """The last group of 48 inputs is smaller."""
+    length = 96 + 32 if size == 48 else 96
+    parts, _ = gptq(torch.randn(64, length, generator=torch.Generator().manual_seed(0)))
+    group = torch.arange(length) // (size if size > 0 else length)
+    parts = {**parts, **{part: parts[part][: group.max() + 1] for part in (".scales", ".qzeros")}}
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": size}
+    form = format_of({"quantization_config": settings})
+    assert form is not None
+    with_groups = form.dequantize({**parts, ".g_idx": group.int()})
+    without = {part: tensor for part, tensor in parts.items() if part != ".g_idx"}
+    assert torch.equal(form.dequantize(without), with_groups)
+    packed = form.keep(without, torch.float32)
+    assert (packed is None) == (size == 48)
+    assert packed is None or torch.equal(packed.dequantize(), with_groups)

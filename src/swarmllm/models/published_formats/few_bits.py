@@ -122,7 +122,12 @@ class Gptq(StoredFormat):
             if group.shape != (num_inputs,) or group.min() < 0:
                 raise ValueError(f"groups {tuple(group.shape)} of {num_inputs} inputs")
             return group
-        return torch.arange(num_inputs) * num_groups // num_inputs
+        size: int = self.settings.get("group_size", -1)
+        if size < 1 or -(-num_inputs // size) != num_groups:  # settings of some weights are their own
+            if num_inputs % num_groups:
+                raise ValueError(f"{num_inputs} inputs can't have {num_groups} groups")
+            size = num_inputs // num_groups
+        return torch.arange(num_inputs) // size
 
 
 class Hqq(StoredFormat):
@@ -212,9 +217,11 @@ class BitsAndBytes(StoredFormat):
         state = _bnb_state(parts)
         if state is None:
             return parts[".weight"].float()
-        codes = nibbles(parts[".weight"].flatten(), low_first=False)
-        values = parts[".weight.quant_map"].float()[codes.int()].view(1, -1)
-        return scaled(values, _bnb_scale(parts, state).view(1, -1)).view(state["shape"])
+        rows, columns = state["shape"]
+        codes = nibbles(parts[".weight"].flatten(), low_first=False)[: rows * columns]  # a last byte of one code
+        values = parts[".weight.quant_map"].float()[codes.int()]
+        scale = _bnb_scale(parts, state).repeat_interleave(state["blocksize"])  # the last group may be smaller
+        return (values * scale[: rows * columns]).view(rows, columns)
 
     def keep(self, parts: Parts, dtype: torch.dtype) -> Packed | None:
         if ".SCB" in parts:
