@@ -9,7 +9,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from swarmllm.errors import CorruptWeightsError
 from swarmllm.models.published_formats import format_of
-from swarmllm.models.published_formats.stored_format import Parts
+from swarmllm.models.published_formats.stored_format import LazyWeight, Parts
 from swarmllm.models.quantization.packed import Packed
 
 F8 = torch.float8_e4m3fn
@@ -123,3 +123,14 @@ def test_gptq_without_the_groups_of_inputs(size: int) -> None:
     packed = form.keep(without, torch.float32)
     assert (packed is None) == (size == 48)
     assert packed is None or torch.equal(packed.dequantize(), with_groups)
+
+
+def test_memory_that_runs_out_is_no_fault_of_the_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    form = format_of({"quantization_config": {"quant_method": "fp8"}})
+    assert form is not None
+    monkeypatch.setattr(form, "dequantize", fails)
+    with pytest.raises(RuntimeError, match="can't allocate"):
+        LazyWeight("a.weight", form, {}, None)[...]

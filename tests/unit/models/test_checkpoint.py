@@ -20,6 +20,7 @@ from swarmllm.errors import (
     WeightsMismatchError,
 )
 from swarmllm.models.architecture import Task, task_class
+from swarmllm.models.checkpoint import weight_files
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.checkpoint.fingerprint import fingerprint
 from swarmllm.models.checkpoint.skeleton import block_bytes, client_tensor_names, drop_blocks, load_pruned, pruned
@@ -234,6 +235,14 @@ class TestPickles:
         with pytest.raises(CorruptWeightsError):
             _load(pickled)
 
+    def test_memory_that_runs_out_is_no_fault_of_theirs(self, pickled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fails(*_: object, **__: object) -> None:
+            raise RuntimeError("unable to mmap 8 bytes from file: Cannot allocate memory (12)")
+
+        monkeypatch.setattr(torch, "load", fails)
+        with pytest.raises(ConfigurationError, match=r"memory ran out while .*pytorch_model\.bin was opened"):
+            _load(pickled)
+
     def test_truncated(self, pickled: Path) -> None:
         path = pickled / "pytorch_model.bin"
         path.write_bytes(path.read_bytes()[:2000])
@@ -385,6 +394,22 @@ def test_memory_that_runs_out_is_no_fault_of_the_files(
     monkeypatch.setattr(cls, "from_pretrained", fails)
     with pytest.raises(ConfigurationError, match=r"memory ran out while .*: load fewer blocks, or end other programs"):
         load_pruned(cls, checkpoint, dtype=torch.float32, progress=False)
+
+
+@pytest.mark.parametrize(
+    "lack", [MemoryError("os error 12"), RuntimeError("unable to mmap 8 bytes: Cannot allocate memory (12)")]
+)
+def test_a_file_that_memory_does_not_suffice_to_open(
+    lack: Exception, single: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a limit of `ulimit -v` that is smaller than the file."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise lack
+
+    monkeypatch.setattr(weight_files, "safe_open", fails)
+    with pytest.raises(ConfigurationError, match=r"memory ran out while .*model\.safetensors was opened"):
+        _load(single)
 
 
 def test_a_checkpoints_own_code_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from swarmllm.errors import BlockWeightsNotFoundError, ConfigurationError, CorruptWeightsError
+from swarmllm.machine_memory import memory_ran_out
 from swarmllm.models.checkpoint.manifest import RequiredTensor, partial_files
-from swarmllm.models.checkpoint.sources import read_object
+from swarmllm.models.checkpoint.sources import first_line, read_object
 
 MAX_HEADER_BYTES = 100 << 20
 """As in safetensors itself."""
@@ -160,6 +161,10 @@ class LazyNote:
 def _safetensors(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt", device="cpu")
+    except (MemoryError, RuntimeError) as error:
+        if memory_ran_out(error):
+            raise _lack_of_memory(path, error) from error
+        raise
     except (SafetensorError, OSError, ValueError) as error:
         raise CorruptWeightsError(
             f"{path} is damaged or incomplete ({error}); delete it and download it again"
@@ -172,11 +177,19 @@ def _pickle(path: Path) -> dict[str, Any]:
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
         raise CorruptWeightsError(f"{path} is refused: it is damaged, or holds more than tensors") from error
-    except (RuntimeError, EOFError, OSError, ValueError) as error:
+    except (MemoryError, RuntimeError, EOFError, OSError, ValueError) as error:
+        if memory_ran_out(error):
+            raise _lack_of_memory(path, error) from error
         raise CorruptWeightsError(f"{path} is damaged or incomplete; delete it and download it again") from error
     if not isinstance(tensors, dict):
         raise CorruptWeightsError(f"{path} holds a {type(tensors).__name__} instead of named tensors")
     return tensors
+
+
+def _lack_of_memory(path: Path, error: BaseException) -> ConfigurationError:
+    return ConfigurationError(
+        f"memory ran out while {path} was opened ({first_line(error)}): load fewer blocks, or end other programs"
+    )
 
 
 def headers(path: Path) -> list[tuple[str, str, list[int]]]:

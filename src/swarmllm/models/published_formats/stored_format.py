@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from swarmllm.errors import CorruptWeightsError
+from swarmllm.machine_memory import memory_ran_out
 from swarmllm.models.quantization.packed import Packed
 from swarmllm.models.quantization.weight import PackedView
 
@@ -148,6 +149,8 @@ class LazyWeight:
                 self._form.say_not_kept(self._name)
             weight = self._form.dequantize(parts)
         except (ArithmeticError, LookupError, RuntimeError, StopIteration, TypeError, ValueError) as error:
+            if memory_ran_out(error):
+                raise
             shapes = ", ".join(f"{part} {tuple(tensor.shape)}" for part, tensor in parts.items())
             raise CorruptWeightsError(
                 f"{self._name} is stored in a form that can't be read as {type(self._form).__name__} ({shapes})"
