@@ -155,7 +155,7 @@ def test_a_directory_without_adapters_is_named(
     served = ServedAdapters([str(tmp_path), str(good)], checkpoint, token=None, cache_dir=None)
     served.load(blocks)
     (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert said == f"there is no adapter in {tmp_path}; those that come are offered then"
+    assert said == f"there is no adapter in {tmp_path} yet; new ones are offered when they are there"
     assert len(served.names) == 1
 
 

@@ -143,7 +143,7 @@ class ServedAdapters:
             offers[place] = _Offer(stamp, self._read(place, blocks, offers))
         for place in self._places:
             if not _adapters_in(place):
-                logger.warning("there is no adapter in %s; those that come are offered then", place)
+                logger.warning("there is no adapter in %s yet; new ones are offered when they are there", place)
         self._offers = offers
 
     async def refresh(self, blocks: BlockSpan) -> bool:
