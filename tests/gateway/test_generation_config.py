@@ -3,6 +3,7 @@ of the text and breaks nothing. For the gateway, and for the commands `generate`
 
 import copy
 import json
+import math
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -209,6 +210,7 @@ def test_a_constraint_goes_before_fields_that_forbid_tokens(
         "suppress_tokens": every,
         "begin_suppress_tokens": every,
         "forced_bos_token_id": 5,
+        "sequence_bias": [[[token], -math.inf] for token in every],
     }.items():
         prefer(asking, loaded(tmp_path, {name: value}))
         ((text, reason),) = answered(asking, **asked)

@@ -5,8 +5,9 @@
 """
 
 import logging
+import math
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Self
@@ -55,6 +56,13 @@ FORBIDDING_FIELDS = frozenset(
     )
 )
 """Fields of a checkpoint that give tokens no chance at all. JSON, for example, repeats its `", "`."""
+
+
+def _forbids(sequence_bias: Any) -> bool:
+    """True if it gives some tokens no chance: JSON of Python has an infinity."""
+    biases = sequence_bias or ()
+    numbers = biases.values() if isinstance(biases, Mapping) else (bias for _, bias in biases)
+    return -math.inf in numbers
 
 
 class LanguageModel(OfferedModel):
@@ -154,6 +162,8 @@ class LanguageModel(OfferedModel):
             unused |= {"min_length", "min_new_tokens", "exponential_decay_length_penalty"}
         if is_constrained:
             unused |= FORBIDDING_FIELDS
+            if _forbids(found.get("sequence_bias")):
+                unused.add("sequence_bias")
         return {name: value for name, value in found.items() if name not in unused}
 
     @property
