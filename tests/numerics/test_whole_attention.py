@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from swarmllm.models.quantization import kernels, line, whole_attention
 from swarmllm.models.quantization.step import Kind
 from swarmllm.models.span.block_span import BlockSpan
+from swarmllm.models.span.trials import random_inputs
 
 
 def is_here() -> bool:
@@ -105,6 +107,27 @@ def test_lines_attend_so(num_threads: int, wide_llama: BlockSpan) -> None:
             pair.check(before)
             for _ in range(14):
                 pair.check(1)
+
+
+@needs_it
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_models_own_code_attends_so(rows: int, wide_llama: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_that_it_is_torchs(64)
+    results, shapes = [], []
+    attend = whole_attention.attend_rows
+
+    def counted(query: Tensor, keys: Tensor, *more: Any) -> Tensor:
+        shapes.append((*query.shape[:3], keys.shape[2]))
+        return attend(query, keys, *more)
+
+    monkeypatch.setattr(whole_attention, "attend_rows", counted)
+    for takes in (whole_attention.takes, lambda *_: False):
+        monkeypatch.setattr(whole_attention, "takes", takes)
+        cache = wide_llama.new_cache()
+        steps = [random_inputs(wide_llama, length, rows) for length in (30, 1, 1, 5, 1)]
+        results.append([wide_llama.forward(step, cache=cache) for step in steps])
+    assert all(map(torch.equal, *results))
+    assert shapes == [(rows, 6, 1, keys) for keys in (31, 32, 38) for _ in wide_llama.span]
 
 
 def test_torch_attends_where_ours_has_other_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

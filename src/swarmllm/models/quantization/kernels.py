@@ -100,7 +100,7 @@ def library() -> Any:
     except OSError as error:
         logger.warning("weights of few bits multiply slowly here, since swarmllm was installed without gcc (%s)", error)
         return None
-    is_complete = hasattr(found, "swarmllm_attend_at_level")  # the last function that has come or changed
+    is_complete = hasattr(found, "swarmllm_attend_heads")  # the last function that has come or changed
     if not is_complete or getattr(found, "swarmllm_weight_bytes", int)() != ctypes.sizeof(_Weight):
         logger.warning(
             "weights of few bits multiply slowly, since %s is of another version: install swarmllm anew", path
@@ -119,14 +119,14 @@ def library() -> Any:
     found.swarmllm_open_strips.argtypes = (number, address, number, number, address)
     whole = (number, address, address, number, number, address, number, address)
     found.swarmllm_multiply_whole.argtypes = whole
-    found.swarmllm_attend_at_level.argtypes = (number, address)
+    found.swarmllm_attend_heads.argtypes = (number, address, number, number, number)
     found.swarmllm_has_order.argtypes, found.swarmllm_has_order.restype = (number,) * 3, number
     for of_level in ("rounded_bytes", "int8_version", "strips_version", "can_attend_as_torch"):
         choice = getattr(found, f"swarmllm_{of_level}")
         choice.argtypes, choice.restype = (number,), number
     for without_result in (
         "multiply", "dequantize", "round_inputs", "round", "multiply_rounded", "multiply_strips", "prepare_inputs",
-        "put_in_tiles", "multiply_tiles", "arrange", "open_strips", "multiply_whole", "attend_at_level",
+        "put_in_tiles", "multiply_tiles", "arrange", "open_strips", "multiply_whole", "attend_heads",
     ):  # fmt: skip
         getattr(found, f"swarmllm_{without_result}").restype = None
     return found

@@ -54,3 +54,16 @@ void swarmllm_multiply_whole(int64_t level, const whole *w, const float *bias, i
     (void)level, (void)w, (void)bias, (void)start, (void)end, (void)inputs, (void)num, (void)outputs;
 }
 #endif
+
+/* Several heads of keys, whose queries and outputs are one after the other; keys and values are so many numbers apart. */
+void swarmllm_attend_heads(int64_t level, const attended *first, int64_t heads, int64_t keys_apart, int64_t values_apart) {
+    attended one = *first;
+    for (int64_t head = 0; head < heads; head++) {
+        one.next = head + 1 < heads ? one.keys + keys_apart : NULL;
+        swarmllm_attend_at_level(level, &one);
+        one.queries += one.num * one.size, one.outputs += one.num * one.size;
+        one.keys += keys_apart, one.values += values_apart;
+        if (one.log_sums)
+            one.log_sums += one.num;
+    }
+}

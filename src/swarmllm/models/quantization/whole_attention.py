@@ -52,16 +52,38 @@ def is_exact(function: Function, key_heads: int, num_heads: int, size: int, scal
     return True
 
 
+def takes(query: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """True if `attend_rows` has the bits of torch's for a query `[rows, heads, 1, size]`, keys and values `[rows, key
+    heads, keys, size]`."""
+    if query.dtype != torch.bfloat16 or query.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    if type(query) is not Tensor or keys.shape != values.shape or keys.dtype != query.dtype:
+        return False
+    num_heads, size = query.shape[1], query.shape[-1]
+    if num_heads < 2 or size % MULTIPLE or not 0 < size <= MOST_SIZE or kernels.library() is None:
+        return False  # of a single head, torch's threads might compute parts
+    if torch.is_grad_enabled() and any(one.requires_grad for one in (query, keys, values)):
+        return False
+    return bool(kernels.library().swarmllm_can_attend_as_torch(kernels.level())) and _is_torchs(size)
+
+
+def attend_rows(query: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
+    """What `takes` says, to outputs `[rows, 1, heads, size]`."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    outputs = [attend(*row, scale)[0] for row in zip(query[:, :, 0], keys, values, strict=True)]
+    return torch.stack(outputs)[:, None]
+
+
 def attend(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Queries `[heads, size]`, keys and values `[key heads, keys, size]`, to outputs `[heads, size]`; and in float32
     the logarithms of the sums of exponentials `[heads]`."""
     num, (count, size) = len(queries) // len(keys), keys.shape[1:]
     queries, outputs, log_sums = queries.contiguous(), torch.empty_like(queries), torch.empty(len(queries))
-    for head, (some_keys, some_values) in enumerate(zip(keys.contiguous(), values.contiguous(), strict=True)):
-        own = slice(head * num, (head + 1) * num)
-        addresses = [one.data_ptr() for one in (queries[own], some_keys, some_values, outputs[own], log_sums[own])]
-        given = _Attended(*addresses[:3], num, count, size, scale, *addresses[3:])
-        kernels.library().swarmllm_attend_at_level(kernels.level(), ctypes.byref(given))
+    keys, values = (one if one.stride()[1:] == (size, 1) else one.contiguous() for one in (keys, values))
+    addresses = [one.data_ptr() for one in (queries, keys, values, outputs, log_sums)]
+    first = _Attended(*addresses[:3], num, count, size, scale, *addresses[3:])
+    apart = keys.stride(0), values.stride(0)
+    kernels.library().swarmllm_attend_heads(kernels.level(), ctypes.byref(first), len(keys), *apart)
     return outputs, log_sums
 
 

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from swarmllm.models.quantization import whole_attention
+
 MOST_POSITIONS = 16
 """Most new positions of a text for `attend_few`. Measured with 2 and 4 query heads for each key head: with 8 positions
 it takes half to two thirds of PyTorch's time, with 32 the same time."""
@@ -49,23 +51,25 @@ def attending(configs: Sequence[Any], name: str) -> Iterator[None]:
 
 
 class _Preference(threading.local):
-    """The choice of this thread; `few_preferred` sets it."""
+    """The choice of this thread; `faster_attention` sets it."""
 
     few = False
+    as_torch = False
 
 
 _preference = _Preference()
 
 
 @contextmanager
-def few_preferred() -> Iterator[None]:
-    """Make "sdpa" of transformers use `attend_few` in this thread, for calls to which it applies (`is_for_few`)."""
+def faster_attention(*, few: bool) -> Iterator[None]:
+    """Make "sdpa" of transformers faster in this thread: with `few`, by `attend_few` where that applies, and otherwise
+    by `whole_attention` where it has the bits of torch's."""
     _extend_sdpa()
-    _preference.few = True
+    _preference.few, _preference.as_torch = few, not few
     try:
         yield
     finally:
-        _preference.few = False
+        _preference.few = _preference.as_torch = False
 
 
 def is_for_few(query: Tensor, mask: Tensor | None, options: dict[str, Any]) -> bool:
@@ -108,6 +112,9 @@ def _with_few(usual: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[T
     ) -> tuple[Tensor, Any]:
         if _preference.few and is_for_few(query, attention_mask, options):
             return attend_few(query, key, value, attention_mask, options.get("scaling")).contiguous(), None
+        is_one = _preference.as_torch and attention_mask is None and is_for_few(query, None, options)
+        if is_one and whole_attention.takes(query, key, value):
+            return whole_attention.attend_rows(query, key, value, options.get("scaling")), None
         return usual(module, query, key, value, attention_mask, **options)
 
     sdpa.usual = usual  # type: ignore[attr-defined]

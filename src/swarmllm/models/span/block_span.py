@@ -48,8 +48,9 @@ from swarmllm.models.boundary.inner_states import MAX_PLACE, InnerStates, Map, f
 from swarmllm.models.checkpoint.skeleton import GivenEmbeddings
 from swarmllm.models.parallel.shared import Group, SharedMatrix, SharedWeight, is_rounded
 from swarmllm.models.quantization import QuantizedWeight
+from swarmllm.models.quantization.loading import Whole
 from swarmllm.models.quantization.packed import exact_inputs
-from swarmllm.models.span.attention import attending, attention_configs, few_preferred
+from swarmllm.models.span.attention import attending, attention_configs, faster_attention
 from swarmllm.models.span.offload import OffloadedBlocks
 from swarmllm.models.span.page_pool import PagePool, page_bytes
 from swarmllm.models.span.span_cache import CacheSizes, Elsewhere, SpanCache, can_be_paged
@@ -260,14 +261,19 @@ class BlockSpan:
         return "int8" if all(one.rounds_inputs or not one.can_round_inputs() for one in packed) else "auto"
 
     @cached_property
+    def is_exact(self) -> bool:
+        """True if no weight is in few bits: steps must have the very bits of the model's own code then."""
+        packed = (weight.packed for weight in self._weights() if isinstance(weight, QuantizedWeight))
+        return all(isinstance(one, Whole) for one in packed)
+
+    @cached_property
     def shares_keys(self) -> bool:
         """True if sessions attend by `attention.attend_few`.
 
         In float32, and with weights that are multiplied as they are stored, blocks compute exactly what the local
         model computes: in half precision, another order of adding up could change a token.
         """
-        differs = any(isinstance(weight, QuantizedWeight) for weight in self._weights())
-        return differs and self.dtype != torch.float32 and self.device.type == "cpu"
+        return not self.is_exact and self.dtype != torch.float32 and self.device.type == "cpu"
 
     @cached_property
     def num_blocks(self) -> int:
@@ -518,7 +524,7 @@ class BlockSpan:
             kwargs["inputs_embeds"] = embeds
         self.kept_state.put_back()
         try:
-            with few_preferred() if cache is not None and self.shares_keys else nullcontext():
+            with nullcontext() if cache is None else faster_attention(few=self.shares_keys):
                 self.stack(**kwargs)
         except ForwardStopped:
             pass

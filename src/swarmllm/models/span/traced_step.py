@@ -70,7 +70,7 @@ class TracedSteps:
     @cached_property
     def is_exact(self) -> bool:
         """True if steps of one position must have the bits of the model's own code."""
-        return is_exact(self._paged.blocks)
+        return self._paged.blocks.is_exact
 
     @property
     def are_split(self) -> bool:
@@ -135,17 +135,11 @@ def why_not_traced(blocks: BlockSpan) -> str:
     return why_no_steps()
 
 
-def is_exact(blocks: BlockSpan) -> bool:
-    """True if no weight is in few bits: recorded steps must have the very bits of the model's own code then."""
-    weights = [module.packed for module in blocks.slots.modules() if isinstance(module, QuantizedWeight)]
-    return all(isinstance(weight, Whole) for weight in weights)
-
-
 @torch.inference_mode(False)
 @torch.no_grad()
 def _record(paged: PagedAttention, span: Span, dtype: torch.dtype) -> Line:
     blocks = paged.blocks
-    recorder = ExactRecorder(paged.usual) if is_exact(blocks) else StepRecorder()
+    recorder = ExactRecorder(paged.usual) if blocks.is_exact else StepRecorder()
     hidden = random_inputs(blocks, 1).hidden_states.to(dtype)
     if hidden.ndim != 3 or blocks.traits.batch_axis or blocks.traits.extra_inputs or dtype not in DTYPES:
         raise PackingUnsupportedError("the blocks take more than hidden states")
