@@ -16,11 +16,11 @@ from tests.numerics.test_traced import lines_counted, load
 from tests.numerics.tiny_models import tiny_config
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from swarmllm.data_structures import Span
 from swarmllm.models.boundary.block_inputs import BlockInputs
-from swarmllm.models.quantization import kernels, line, whole
+from swarmllm.models.quantization import QuantizedWeight, kernels, line, whole
 from swarmllm.models.quantization.line import Line, Rows
 from swarmllm.models.quantization.step import Kind, Operation, Recorded, View
 from swarmllm.models.span import exact_recorder
@@ -54,7 +54,9 @@ class Pair:
     def step(self, seq_len: int) -> tuple[Tensor, Tensor]:
         given = random_inputs(self.blocks, seq_len, self.rows)
         hidden = torch.randn(given.hidden_states.shape, generator=self.random).to(self.blocks.dtype)
-        inputs: BlockInputs = given.with_hidden(hidden)
+        return self.run(given.with_hidden(hidden))
+
+    def run(self, inputs: BlockInputs) -> tuple[Tensor, Tensor]:
         (got,) = self.packer.run_calls([SessionCall(inputs, self.span, self.caches[0])])
         if isinstance(got, Exception):
             raise got
@@ -298,3 +300,29 @@ def test_random_operations_are_left_to_the_model(tmp_path: Path, monkeypatch: py
     blocks = load("llama", tmp_path, quant_type="none")
     monkeypatch.setattr(blocks.slots.block(0).mlp, "act_fn", nn.Dropout(0.1).train())
     assert Packing.TRACED not in right_ways(blocks)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma3_text", "mistral", "qwen3"])
+def test_sessions_have_the_bits_of_transformers(model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """By lines and by the blocks' own code, beside the whole model with a cache of its own."""
+    config = tiny_config(model_type)
+    if model_type in ("llama", "qwen2"):  # heads of a usual size, three of which share keys
+        config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim = 96, 6, 2, 64
+    config.max_position_embeddings = 2048
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    local = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).eval()
+    pair = Pair(load(model_type, tmp_path, dtype, "none"), rows=2)
+    held = [one.packed for one in pair.blocks.slots.modules() if isinstance(one, QuantizedWeight)]
+    if any(one.most_inputs() != kernels.NO_LIMIT for one in held):
+        pytest.skip("torch adds in another order here")
+    expected: list[Tensor] = []
+    local.model.layers[-1].register_forward_hook(lambda *given: expected.append(given[2]))
+    cache = DynamicCache(config=local.config)
+    with torch.inference_mode():
+        for seq_len in (40, 1, 1, 7, 1, 300, 1, 1, 250, 1, 1):
+            ids = torch.randint(0, config.vocab_size, (2, seq_len), generator=pair.random)
+            local(input_ids=ids, past_key_values=cache)
+            for got in pair.run(random_inputs(pair.blocks, seq_len, 2).with_hidden(local.model.embed_tokens(ids))):
+                assert torch.equal(got, expected[-1]), seq_len
