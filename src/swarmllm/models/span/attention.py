@@ -5,7 +5,8 @@ queries takes 20 to 40 times as long as reading its keys. Measured with torch 2.
 6.2 ms for a block, and 0.4 ms with `attend_few`. It differs in two ways. Several query heads share one key head: their
 queries become the rows of one matrix, and the keys aren't repeated for each of them. If that gives only one row, the
 row is computed twice, because PyTorch needs less time for two rows than for one. The result is as exact as PyTorch's,
-but its last bits differ. Used by `block_span`, `packed_caches` and `paged_attention`.
+but its last bits differ. So blocks whose weights are as stored use `whole_attention` instead: it has PyTorch's bits,
+for one new position in bfloat16. Used by `block_span`, `packed_caches` and `paged_attention`.
 """
 
 import threading
