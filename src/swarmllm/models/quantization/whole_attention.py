@@ -68,7 +68,7 @@ def takes(query: Tensor, keys: Tensor, values: Tensor) -> bool:
 
 
 def attend_rows(query: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
-    """What `takes` says, to outputs `[rows, 1, heads, size]`."""
+    """Attend with the bits of torch's, where `takes` is true, to outputs `[rows, 1, heads, size]`."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     outputs = [attend(*row, scale)[0] for row in zip(query[:, :, 0], keys, values, strict=True)]
     return torch.stack(outputs)[:, None]
