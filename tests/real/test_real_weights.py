@@ -13,7 +13,7 @@ import torch
 from swarm_models import OPTIONS, assert_same_tokens, generate_seeded, names
 from tests.real.conftest import TAKES_TURNS, Served
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LogitsProcessor
+from transformers import AutoModelForCausalLM, DynamicCache, LogitsProcessor
 from web_gateway import running_gateway
 
 from swarmllm import LocalSwarm
@@ -222,7 +222,7 @@ def test_chat_of_the_gateway(smollm2: Served) -> None:
 
 
 def test_blocks_in_bfloat16_have_the_bits_of_transformers(served: Served, tmp_path: Path) -> None:
-    """For prompts of any length, on processors with instructions for bfloat16 and without."""
+    """For prompts of any length and for sessions, on processors with instructions for bfloat16 and without."""
     served.local.save_pretrained(tmp_path)
     local: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     blocks = load_block_span(open_checkpoint(str(tmp_path)), Span(0, 4), dtype=torch.bfloat16, progress=False)
@@ -232,3 +232,10 @@ def test_blocks_in_bfloat16_have_the_bits_of_transformers(served: Served, tmp_pa
             expected = local(ids, output_hidden_states=True, use_cache=False).hidden_states
             given = BlockInputs(hidden_states=expected[0], batch_size=1, seq_len=length)
             assert torch.equal(blocks.forward(given), expected[4]), length
+    kept, cache = DynamicCache(config=local.config), blocks.new_cache()
+    for length in (100, 1, 1, 7, 1, 1):  # a session
+        ids = manual(served, length)
+        with torch.inference_mode():
+            expected = local(ids, output_hidden_states=True, past_key_values=kept).hidden_states
+            given = BlockInputs(hidden_states=expected[0], batch_size=1, seq_len=length)
+            assert torch.equal(blocks.forward(given, cache=cache), expected[4]), cache.length

@@ -244,7 +244,7 @@ def _whole(inputs: Tensor, weight: Any, bias: Tensor | None) -> _Whole | None:
     if len(shape) != 2 or inputs.ndim < 2 or inputs.shape[-1] != shape[1] or inputs.dtype != dtype:
         return None
     num_inputs = inputs.numel() // max(shape[1], 1)
-    if not num_inputs or _is_watched(inputs, weight, bias):
+    if not num_inputs or is_watched(inputs, weight, bias):
         return None
     if not (inputs.is_cpu and weight.is_cpu and inputs.is_contiguous() and weight.is_contiguous()):
         return None
@@ -280,9 +280,9 @@ def most_inputs(modules: Iterable[nn.Module]) -> int:
     return MOST_OF_OTHERS
 
 
-def _is_watched(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """True if torch needs to see the product: for gradients, or because it records or transforms operations."""
-    if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (inputs, weight, bias)):
+def is_watched(*tensors: Tensor | None) -> bool:
+    """True if torch needs to see an operation on these: for gradients, or because it records or transforms it."""
+    if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors):
         return True
     return bool(
         torch._C._len_torch_dispatch_stack()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from swarmllm.models.quantization import kernels
+from swarmllm.models.quantization.whole import is_watched
 
 LENGTHS = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 48, 63, 100, 131, 257, 512, 513, 527, 700, 1040)
 """Keys. Groups of 4 and 8, vectors of 8 and 16 and pieces of 512 keys, and what is left over."""
@@ -62,7 +63,7 @@ def takes(query: Tensor, keys: Tensor, values: Tensor) -> bool:
     num_heads, size = query.shape[1], query.shape[-1]
     if num_heads < 2 or size % MULTIPLE or not 0 < size <= MOST_SIZE or kernels.library() is None:
         return False  # of a single head, torch's threads might compute parts
-    if torch.is_grad_enabled() and any(one.requires_grad for one in (query, keys, values)):
+    if is_watched(query, keys, values):
         return False
     return bool(kernels.library().swarmllm_can_attend_as_torch(kernels.level())) and _is_torchs(size)
 

@@ -88,13 +88,13 @@ INLINE vec half_of_16(const uint16_t *weights, int half) {
     return _mm256_castsi256_ps(half ? _mm256_unpackhi_epi16(zeros, all) : _mm256_unpacklo_epi16(zeros, all));
 }
 
-INLINE int64_t piece_from(int64_t begin, int64_t body) { return body - begin < PIECE ? body - begin : PIECE; }
+INLINE int64_t piece_from(int64_t begin, int64_t body, int64_t most) { return body - begin < most ? body - begin : most; }
 
 /* Inputs in the order in which they are read: piece by piece, and in each piece one after the other of the SUMS vectors. */
 static void arrange_inputs(const float *inputs, int64_t num, int64_t columns, float *to) {
     int64_t body = columns / AT_A_TIME * AT_A_TIME;
     for (int64_t begin = 0; begin < body; begin += PIECE) {
-        int64_t size = piece_from(begin, body), apart = size / AT_A_TIME * num * LANES;
+        int64_t size = piece_from(begin, body, PIECE), apart = size / AT_A_TIME * num * LANES;
         for (int64_t input = 0; input < num; input++) {
             for (int64_t column = 0; column < size; column += 2 * LANES) {
                 const float *from = inputs + input * columns + begin + column;
@@ -192,7 +192,7 @@ static void band_of_some(const whole *w, const float *bias, int64_t first, int64
     for (int64_t begin = 0; begin < body; begin += PIECE) {
         for (int64_t row = 0; row < BAND_OF_SOME; row += rows) {
             const uint16_t *from = band + row * columns + begin, *next = asks ? from + BAND_OF_SOME * columns : NULL;
-            add(from, columns, piece_from(begin, body), arranged + begin * num, begin == 0, next, sums[row]);
+            add(from, columns, piece_from(begin, body, PIECE), arranged + begin * num, begin == 0, next, sums[row]);
         }
     }
     for (int64_t row = 0; row < BAND_OF_SOME; row++) {

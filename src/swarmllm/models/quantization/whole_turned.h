@@ -42,12 +42,10 @@ static void turn_piece(const float *inputs, int64_t num, int64_t distance, int64
     }
 }
 
-INLINE int64_t piece_at(int64_t begin, int64_t body) { return body - begin < TURNED_PIECE ? body - begin : TURNED_PIECE; }
-
 static void turn(const float *inputs, int64_t num, int64_t columns, float *turned) {
     int64_t body = columns / AT_A_TIME * AT_A_TIME;
     for (int64_t begin = 0; begin < body; begin += TURNED_PIECE)
-        turn_piece(inputs + begin, num, columns, piece_at(begin, body), AT_A_TIME, turned + begin * TURNED);
+        turn_piece(inputs + begin, num, columns, piece_from(begin, body, TURNED_PIECE), AT_A_TIME, turned + begin * TURNED);
     turn_piece(inputs + body, num, columns, columns - body, LANES, turned + body * TURNED);
 }
 
@@ -70,10 +68,6 @@ INLINE void add_chain(const float *weights, int64_t step, int64_t turns, const f
     memcpy(to, sums, sizeof sums);
 }
 
-INLINE vec eight_added(const vec of[8]) {
-    return ADD(ADD(ADD(of[0], of[4]), ADD(of[2], of[6])), ADD(ADD(of[1], of[5]), ADD(of[3], of[7])));
-}
-
 /* Of TURNED inputs and one row: of the sums of all lanes, and then of these. */
 INLINE vec chains_added(const some_sums chains[AT_A_TIME], int row, int half) {
     vec lanes[LANES];
@@ -81,16 +75,16 @@ INLINE vec chains_added(const some_sums chains[AT_A_TIME], int row, int half) {
         vec sums[SUMS];
         for (int sum = 0; sum < SUMS; sum++)
             sums[sum] = chains[sum * LANES + lane][row][half];
-        lanes[lane] = eight_added(sums);
+        lanes[lane] = sum_of_sums(sums);
     }
-    return eight_added(lanes);
+    return sum_of_sums(lanes);
 }
 
 INLINE vec left_added(const some_sums chains[LANES], int row, int half) {
     vec lanes[LANES];
     for (int lane = 0; lane < LANES; lane++)
         lanes[lane] = chains[lane][row][half];
-    return eight_added(lanes);
+    return sum_of_sums(lanes);
 }
 
 /* ROWS_OF_TURNED rows from `first` on. The rows after them are asked for. */
@@ -100,7 +94,7 @@ static void eights_of_turned(const whole *w, const float *bias, int64_t first, w
     const char *next = w->weights + (first + ROWS_OF_TURNED) * w->columns * 2;
     some_sums chains[AT_A_TIME], of_left[LANES];
     for (int64_t begin = 0; begin < body; begin += TURNED_PIECE) {
-        int64_t turns = piece_at(begin, body) / AT_A_TIME;
+        int64_t turns = piece_from(begin, body, TURNED_PIECE) / AT_A_TIME;
         widen(w, first, begin, turns * AT_A_TIME, wide);
         for (int64_t one = 0; one < AT_A_TIME; one++) {
             const float *inputs = turned + (begin + one * turns) * TURNED;

@@ -524,7 +524,8 @@ class BlockSpan:
             kwargs["inputs_embeds"] = embeds
         self.kept_state.put_back()
         try:
-            with nullcontext() if cache is None else faster_attention(few=self.shares_keys):
+            may_be_faster = cache is not None and self.device.type == "cpu" and self.dtype != torch.float32
+            with faster_attention(few=self.shares_keys) if may_be_faster else nullcontext():
                 self.stack(**kwargs)
         except ForwardStopped:
             pass
