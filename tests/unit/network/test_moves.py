@@ -53,6 +53,22 @@ def move(streams: Streams, connection: Connection) -> Move:
     return begin
 
 
+async def test_a_move_after_the_peer_has_hung_up_ends_the_stream_quietly(
+    streams: Streams, connection: Connection
+) -> None:
+    client, server = streams
+    (there, _) = await connection()
+    server.transport.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+    while not client.transport.is_closing():  # the event loop would notice it, too, and isn't called in between
+        client.transport.write(b"x")
+    moved = client.move(*there, first=True)
+    assert client.closed
+    await moved
+    await wait_until(there[1].transport.is_closing)
+    with pytest.raises(PeerUnreachableError, match="hung up"):
+        await client.receive()
+
+
 async def test_no_frame_is_lost_or_overtaken(streams: Streams, move: Move) -> None:
     """Large messages of several senders go both ways, and the connection changes in the midst of them."""
     client, server = streams

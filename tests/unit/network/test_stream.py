@@ -234,6 +234,29 @@ async def test_a_sender_that_never_waits_hears_that_the_peer_has_hung_up(streams
     assert len(sent) < 10
 
 
+@pytest.mark.parametrize("own_message", ["ping", "pong", "error"])
+async def test_a_message_of_the_streams_own_to_a_peer_that_has_hung_up_ends_the_stream_quietly(
+    streams: Streams, own_message: str
+) -> None:
+    """They are written in callbacks of the event loop, where nobody would hear an error: all who use the stream do."""
+    client, server = streams
+    receiving = asyncio.create_task(client.receive())
+    client.start_keepalive()
+    await client.ping()
+    server.transport.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+    while not client.transport.is_closing():  # the event loop would notice it, too, and isn't called in between
+        client.transport.write(b"x")
+    if own_message == "ping":
+        client.attend()
+    elif own_message == "pong":
+        client.data_received(b"".join(encode_message(MessageType.PING, {"n": 1})))
+    else:
+        client.data_received(b"".join(encode_message(MessageType.PING, {})))
+    assert client.closed
+    with pytest.raises(PeerUnreachableError, match="hung up"):
+        await receiving
+
+
 async def test_closing_wakes_the_own_receiver(streams: Streams) -> None:
     client, _ = streams
     receiving = asyncio.create_task(client.receive())

@@ -239,6 +239,11 @@ class FrameStream(asyncio.BufferedProtocol):
         for frame in encode_message(kind, header):
             self._write(frame)
 
+    def _tell(self, kind: MessageType, header: Mapping[str, Any]) -> None:
+        """Write a control message for which no caller waits. Nothing is written once the stream has ended."""
+        with suppress(SwarmError):
+            self._write_control(kind, header)
+
     def _write(self, frame: bytes) -> None:
         if self._transport is not None and self._transport.is_closing():
             # The event loop tells it later: never, if the sender doesn't wait in between.
@@ -307,7 +312,7 @@ class FrameStream(asyncio.BufferedProtocol):
         self._refuse(RemoteProtocolError("too much was sent at once: send less, or use another server"))
 
     def _refuse(self, error: RemoteProtocolError) -> None:
-        self._write_control(MessageType.ERROR, error_header(error))
+        self._tell(MessageType.ERROR, error_header(error))
         self._end(RemoteProtocolError, str(error))
 
     # Signs of life
@@ -353,18 +358,19 @@ class FrameStream(asyncio.BufferedProtocol):
             return
         if look.ping:
             self._ping()
-        self._timer = self._loop.call_at(look.next_at, self._look)
+        if self._ended is None:
+            self._timer = self._loop.call_at(look.next_at, self._look)
 
     def _ping(self) -> None:
         if not self._outbox.is_paused:  # else the peer doesn't read, and bytes would only pile up
-            self._write_control(MessageType.PING, {"n": self.liveness.pinged(self._loop.time())})
+            self._tell(MessageType.PING, {"n": self.liveness.pinged(self._loop.time())})
 
     def _answer_ping(self, ping: Message) -> None:
         number = ping.header.get("n")
         if not isinstance(number, int):
             raise RemoteProtocolError("a PING has no number", self.peer_id)
-        if not self._outbox.is_paused and self._ended is None:
-            self._write_control(MessageType.PONG, {"n": number})
+        if not self._outbox.is_paused:
+            self._tell(MessageType.PONG, {"n": number})
 
     def _take_pong(self, pong: Message) -> None:
         number, now = pong.header.get("n"), self._loop.time()
@@ -405,7 +411,9 @@ class FrameStream(asyncio.BufferedProtocol):
             return
         self._attach(move)
         move.old.set_write_buffer_limits(high=2 * WRITE_BUFFER_BYTES)  # so that it doesn't fill up now
-        self._write_control(MessageType.MOVED, {})
+        self._tell(MessageType.MOVED, {})
+        if self._ended is not None:
+            return
         move.writes, self._transport = True, move.new
         if move.reads:
             Left(self._loop, move.old)
