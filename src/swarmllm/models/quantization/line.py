@@ -23,8 +23,9 @@ from swarmllm.models.quantization.step import DIMS, DTYPES, Kind, Operation, Rec
 
 QUERIES = 4
 """Heads of queries that attention computes at once, the same number as in `step.h`: each needs a row of scores."""
-MOST_KEPT = 8
-"""Numbers of rows for which a line keeps its calls."""
+MOST_KEPT = 32
+"""Numbers of rows for which a line keeps its plans and calls. Many sessions step in groups of all sizes: with room for 8
+numbers, every second step of 32 sessions made its plan anew."""
 FEW_ROWS = 4
 """Without products and attention, these take some microseconds, so that Python's lock needn't be let go."""
 
@@ -167,7 +168,8 @@ class Line:
     _queries: Tensor = field(init=False, default_factory=lambda: torch.empty(0))
     _products: Tensor = field(init=False, default_factory=lambda: torch.empty(0))
     _calls: dict[int, dict[int, Callable[[Rows, int], None]]] = field(init=False, default_factory=dict)
-    """By number of rows and operation: its call, with the tensors in the arena that it reads and writes."""
+    """By number of rows and operation: a call that torch has computed, with the tensors in the arena that it reads and
+    writes."""
     _plans: dict[tuple[Any, ...], _Plan] = field(init=False, default_factory=dict)
     """By number of rows, and torch's threads and settings."""
     _biases: dict[int, Tensor] = field(init=False, default_factory=dict)
@@ -266,14 +268,14 @@ class Line:
             step.ended = 1
 
     def _run_some(self, step: _Step, rows: Rows, plan: _Plan, first: int, end: int) -> None:
-        level, at_step, calls = kernels.level(), ctypes.addressof(step), self._calls_of(step)
+        level, at_step = kernels.level(), ctypes.addressof(step)
         takes_long = plan.kept or step.num_rows > FEW_ROWS or not plan.in_c.isdisjoint(self._attending)
         run = _functions()[2] if takes_long else _run_holding_lock()
         for start, stop, called in self._split(first, end, plan.in_c):
             if start < stop:
                 run(level, at_step, start, stop)
             if called is not None:
-                calls[called](rows, step.first_block)
+                self._call(called, step)(rows, step.first_block)
 
     def _plan(self, num_rows: int) -> _Plan:
         """What C computes for so many rows: products with weights as they are, where it knows torch's order, and
@@ -324,18 +326,16 @@ class Line:
             self._parts[key] = [*parts, (start, end, None)]
         return self._parts[key]
 
-    def _calls_of(self, step: _Step) -> dict[int, Callable[[Rows, int], None]]:
-        """For each call: a function of the rows and the first block of a run."""
-        num_rows, arena_floats = step.num_rows, step.arena_floats
-        if num_rows not in self._calls:
+    def _call(self, idx: int, step: _Step) -> Callable[[Rows, int], None]:
+        """The operation that torch computes: a function of the rows and the first block of a run."""
+        if step.num_rows not in self._calls:
             _forget_oldest(self._calls)
-            arenas = self._arena[: num_rows * arena_floats].view(num_rows, arena_floats)
-            self._calls[num_rows] = {
-                idx: self._ready(one, arenas)
-                for idx, one in enumerate(self.recorded.operations)
-                if one.call is not None
-            }
-        return self._calls[num_rows]
+            self._calls[step.num_rows] = {}
+        calls = self._calls[step.num_rows]
+        if idx not in calls:
+            arenas = self._arena[: step.num_rows * step.arena_floats].view(step.num_rows, -1)
+            calls[idx] = self._ready(self.recorded.operations[idx], arenas)
+        return calls[idx]
 
     def _ready(self, operation: Operation, arenas: Tensor) -> Callable[[Rows, int], None]:
         """A call with what it reads and writes in the arenas `[rows, floats]`."""

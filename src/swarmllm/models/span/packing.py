@@ -156,12 +156,15 @@ class PackedForward:
                         stored.append(start + idx)
             given = _positions(call).flatten().tolist() if call.inputs.position_ids is not None else None
             positions += given or rows * list(range(call.cache.length, call.end_position))
-        hidden = torch.cat([call.inputs.hidden_states.flatten(0, 1) for call in calls])
+        hidden = _in_one_row([call.inputs.hidden_states for call in calls], 0)[0]
         output = line.run(StepRows(hidden, positions, stored, most_seen, sessions), span.start, span.end)
         if len(calls) == 1:
             return [output.view(shapes[0])]
-        parts = torch.split(output, [shape[0] * shape[1] for shape in shapes])
-        return [part.clone().view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        parts = torch.split(output[None], [shape[0] * shape[1] for shape in shapes], dim=1)
+        return [
+            part.clone() if shape[0] == 1 else part.clone().view(shape)
+            for part, shape in zip(parts, shapes, strict=True)
+        ]
 
     def _run_paged(self, calls: Sequence[SessionCall]) -> list[Tensor]:
         calls_in_row = sorted(calls, key=lambda call: call.inputs.seq_len > SHORT_TOKENS)
@@ -314,7 +317,10 @@ def _part(output: Tensor, axis: int, start: int, call: SessionCall) -> Tensor:
 
 def _in_one_row(tensors: Iterable[Tensor], axis: int) -> Tensor:
     """Concatenates `[…, batch, seq, …]` of several sessions, row after row: `[…, 1, total, …]`."""
-    flat = [tensor.flatten(axis, axis + 1) for tensor in tensors]
+    rows = list(tensors)
+    if all(tensor.shape[axis] == 1 for tensor in rows):  # each of torch's functions lets Python's lock go
+        return torch.cat(rows, dim=axis + 1)
+    flat = [tensor.flatten(axis, axis + 1) for tensor in rows]
     axis %= flat[0].ndim + 1
     return torch.cat(flat, dim=axis).unsqueeze(axis)
 
