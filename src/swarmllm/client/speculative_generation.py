@@ -185,7 +185,28 @@ def _load_draft_model(path: str, vocabulary_size: int, device: torch.device) -> 
         raise ConfigurationError(
             f"the draft model {path} knows {known} tokens, this model {vocabulary_size}: use one of the same family"
         )
+    if not _can_guess_again(model):
+        raise ConfigurationError(
+            f"the draft model {path} can't go on from before a wrong guess, because its cache can't be cut: use "
+            'another one, or speculation="ngram"'
+        )
     return model
+
+
+def _can_guess_again(model: PreTrainedModel) -> bool:
+    """True if this draft model can be told that its guess was wrong. Found out by doing so."""
+    if not model._supports_default_dynamic_cache():
+        return False
+    guessing = ModelDrafter(model, text_config(model.config).vocab_size)
+    text = [0, 0]
+    try:
+        for _ in range(2):
+            guessing.extend(text)
+            guessing.begin()
+            text = [0 if token else 1 for token in guessing.more(2)]
+    except (AttributeError, TypeError, ValueError, RuntimeError):  # as the caches of transformers happen to fail
+        return False
+    return True
 
 
 def runs_each_position_once(model: nn.Module) -> bool:

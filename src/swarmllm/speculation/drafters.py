@@ -14,6 +14,7 @@ the acceptance of each kind of guess and its cost. So n-grams guess where the te
 model's own head does.
 """
 
+import math
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from swarmllm.models.architecture import decoder_stack
+from swarmllm.models.architecture import cache_argument, decoder_stack, max_positions
 from swarmllm.speculation.planner import Planner
 
 MAX_OCCURRENCES = 16
@@ -207,6 +208,11 @@ class ModelDrafter(_TextAlone):
     def __init__(self, model: PreTrainedModel, vocabulary_size: int) -> None:
         self._model = model
         self._vocabulary_size = vocabulary_size
+        stack = decoder_stack(model)
+        self._cache_name = cache_argument(stack)
+        self._most_tokens = max_positions(stack) or math.inf
+        self._last_token = len(model.get_input_embeddings().weight) - 1
+        """The last one that it knows; the text's model may know a few more."""
         self._cache = DynamicCache(config=model.config)
         self._cache.activate_past_recording()
         self._tokens: list[int] = []
@@ -229,15 +235,17 @@ class ModelDrafter(_TextAlone):
         if same < len(self._seen):
             self._cache.crop(same - len(self._seen))
             del self._seen[same:]
-        return bool(self._tokens)
+        return 0 < len(self._tokens) <= self._most_tokens
 
     @torch.no_grad()
     def more(self, count: int) -> list[int]:
         first = len(self._guesses)
         for _ in range(count):
             new = (self._tokens[: self._began_at] + self._guesses)[len(self._seen) :]
-            ids = torch.tensor([new], device=self._model.device)
-            logits: Tensor = self._model(ids, past_key_values=self._cache, use_cache=True).logits
+            if len(self._seen) + len(new) > self._most_tokens:  # it may have no embeddings for further positions
+                break
+            ids = torch.tensor([new], device=self._model.device).clamp(max=self._last_token)
+            logits: Tensor = self._model(ids, **{self._cache_name: self._cache}, use_cache=True).logits
             self._seen += new
             token = int(logits[0, -1].argmax())
             if token >= self._vocabulary_size:  # padding of its own embedding

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from swarmllm.speculation.drafters import RESUMED_KIND, BestDrafter, ModelDrafter, NGramDrafter, SilentDrafter
 from swarmllm.speculation.planner import Planner
@@ -116,6 +116,26 @@ def test_a_model_never_guesses_what_the_other_does_not_know() -> None:
     guessing.extend([3])
     assert guessing.begin()
     assert guessing.more(4) == []
+
+
+def test_a_model_is_not_asked_for_more_positions_than_it_has() -> None:
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2)
+    )
+    guessing = ModelDrafter(model, 32)
+    guessing.extend([3, 4, 5, 6, 7, 8])
+    assert guessing.begin()
+    assert len(guessing.more(5)) == 3
+    guessing.extend([1, 2, 3])
+    assert not guessing.begin()
+
+
+def test_a_model_guesses_behind_tokens_that_it_lacks(model: LlamaForCausalLM) -> None:
+    guessing = ModelDrafter(model, 32)
+    guessing.extend([*TEXT, 33])
+    assert guessing.begin()
+    assert guessing.more(3) == written(model, [*TEXT, 31], 3)
 
 
 class Sure(SilentDrafter):
