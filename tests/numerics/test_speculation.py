@@ -13,6 +13,8 @@ import pytest
 import torch
 from in_process_swarm import InProcessRunner, InProcessSession, Route
 from safetensors.torch import load_file, save_file
+from tests.numerics.tiny_models import VOCABULARY as VOCABULARY_OF_TINY
+from tests.numerics.tiny_models import save_tiny, tiny_model
 from tests.planners import FixedPlanner
 from torch import Tensor
 from transformers import (
@@ -29,16 +31,22 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from swarmllm.client.speculative_generation import load_mtp_head, wanted_mtp_weights
+from swarmllm.client.speculative_generation import (
+    _can_guess_again,
+    _load_draft_model,
+    load_mtp_head,
+    wanted_mtp_weights,
+)
 from swarmllm.data_structures import Span
+from swarmllm.errors import ConfigurationError
 from swarmllm.models.boundary.block_inputs import BlockInputs
 from swarmllm.models.checkpoint.checkpoint import open_checkpoint
 from swarmllm.models.shell.loading import load_client_shell
 from swarmllm.models.shell.remote_cache import RemoteCache
 from swarmllm.models.span.loading import load_block_span
-from swarmllm.speculation.drafters import MTP_KIND, BestDrafter, MtpDrafter, NGramDrafter
+from swarmllm.speculation.drafters import MTP_KIND, BestDrafter, ModelDrafter, MtpDrafter, NGramDrafter
 from swarmllm.speculation.planner import Plan, Planner
-from swarmllm.speculation.sampling_loop import Speculation
+from swarmllm.speculation.sampling_loop import Speculation, kwargs_behind
 
 VOCABULARY = 12
 
@@ -258,6 +266,35 @@ def _state(drafter: MtpDrafter) -> Tensor:
     return drafter._last_state
 
 
+@pytest.mark.parametrize("name", ["mamba", "zamba2", "gemma3_text"])
+def test_a_small_model_of_any_kind_guesses(name: str) -> None:
+    model = tiny_model(name)
+    assert _can_guess_again(model)
+    drafter = ModelDrafter(model, model.config.vocab_size)
+    text: list[int] = []
+    for more in ([5, 6, 7, 8, 9, 10, 11], [12], [13, 14]):
+        drafter.extend(more)
+        text += more
+        assert drafter.begin()
+        expected = model.generate(torch.tensor([text]), max_new_tokens=3, do_sample=False, eos_token_id=None)
+        assert drafter.more(3) == expected[0, len(text) :].tolist()
+
+
+@pytest.mark.parametrize("name", ["rwkv", "recurrent_gemma"])
+def test_a_small_model_that_cannot_be_told_that_it_was_wrong_is_refused(name: str, tmp_path: Path) -> None:
+    save_tiny(name, tmp_path)
+    with pytest.raises(ConfigurationError, match=r"can't go on from before a wrong guess.*: use another one"):
+        _load_draft_model(str(tmp_path), VOCABULARY_OF_TINY, torch.device("cpu"))
+
+
+def test_inputs_of_later_tokens_are_those_of_one_token_after_the_other(local: PreTrainedModel) -> None:
+    given = {"token_type_ids": torch.tensor([[0, 2]]), "position_ids": torch.tensor([[4, 5]])}
+    got = kwargs_behind(local, {**given, "attention_mask": torch.tensor([[0, 1]])}, 3)
+    assert got["token_type_ids"].tolist() == [[0, 2, 2, 2, 2]]
+    assert got["position_ids"].tolist() == [[4, 5, 6, 7, 8]]
+    assert got["attention_mask"].tolist() == [[0, 1, 1, 1, 1]]
+
+
 def test_guesses_do_run_ahead(ahead: Any) -> None:
     ahead.drafter, ahead.planner.fixed = NGramDrafter, Plan(2, 3)
     generate(ahead)
@@ -327,7 +364,7 @@ class MarkovChain:
     ) -> dict[str, Any]:
         return {"input_ids": input_ids[:, -next_sequence_length:], **kwargs}
 
-    def _update_model_kwargs_for_generation(self, _: Any, kwargs: dict[str, Any], **__: Any) -> dict[str, Any]:
+    def _update_model_kwargs_for_generation(self, _: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         return kwargs
 
 

@@ -1,5 +1,6 @@
 """Speculation over real servers: the tokens of the plain way, with several steps under way."""
 
+import copy
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -112,6 +113,24 @@ def test_a_conversation_goes_on_in_its_session(ahead: Any, by_head: Any, local: 
             assert_same_tokens(model, local, longer, max_new_tokens=NUM_TOKENS)
             assert session.num_repairs == 0
             wait_until(lambda session=session: session.num_under_way == 0, "the end of what was under way")
+
+
+def test_a_kept_cache_goes_on_with_the_whole_text_or_with_its_new_tokens_alone(
+    ahead: Any, by_head: Any, local: PreTrainedModel
+) -> None:
+    options = {"max_new_tokens": NUM_TOKENS, "do_sample": False, "return_dict_in_generate": True}
+    for model in (local, ahead, by_head):
+        begun = model.generate(prompt(), **options)
+        new = torch.cat([begun.sequences[:, -1:], prompt(1, 4, seed=2)], dim=1)
+        given = {"attention_mask": torch.ones(1, begun.sequences.shape[1] + 4, dtype=torch.long)}
+        text = torch.cat([begun.sequences, prompt(1, 4, seed=2)], dim=1)
+        kept = copy.deepcopy(begun.past_key_values)
+        whole = model.generate(text, **options, past_key_values=kept)
+        alone = model.generate(new, **given, **options, past_key_values=begun.past_key_values)
+        if model is local:
+            expected = whole.sequences.tolist(), alone.sequences.tolist(), kept.get_seq_length()
+        assert (whole.sequences.tolist(), alone.sequences.tolist(), kept.get_seq_length()) == expected
+        assert alone.past_key_values.get_seq_length() == kept.get_seq_length()
 
 
 def test_a_far_swarm_has_the_head_guess_by_itself(with_head: Path, swarm: LocalSwarm, local: PreTrainedModel) -> None:

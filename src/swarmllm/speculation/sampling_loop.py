@@ -132,6 +132,17 @@ class _Text:
         return int(self.ids.shape[1])
 
 
+def kwargs_behind(model: Any, kwargs: dict[str, Any], num_tokens: int) -> dict[str, Any]:
+    """The inputs of the model's next forward, `num_tokens` further tokens later.
+
+    One by one, because for several transformers doesn't repeat the last token's type.
+    """
+    kwargs = dict(kwargs)
+    for _ in range(num_tokens):
+        kwargs = model._update_model_kwargs_for_generation(CausalLMOutputWithPast(), kwargs)
+    return kwargs
+
+
 class Speculation:
     """The loop for one text of one row."""
 
@@ -188,6 +199,8 @@ class Speculation:
         outputs = self._model._prefill(input_ids, generation_config, self._kwargs, is_first_iteration=True)
         self._advance(outputs)
         self._follow_cache()
+        # Of a text whose beginning only the cache knows, the tokens don't tell the positions.
+        self._may_roll_back = self._may_roll_back and self._session.position == text.length
         self._drafter.extend(input_ids[0].tolist())
         self._drafter.extend([text.take(outputs.logits[:, -1])])
         self._planner.new_text()
@@ -249,10 +262,8 @@ class Speculation:
         client_s = time.perf_counter() - began_at - step_s
         self._planner.saw_step(1, self._computes_s(), took_s=step_s, client_s=client_s)
 
-    def _advance(self, outputs: Any, num_new_tokens: int = 1) -> None:
-        self._kwargs = self._model._update_model_kwargs_for_generation(
-            outputs, self._kwargs, num_new_tokens=num_new_tokens
-        )
+    def _advance(self, outputs: Any) -> None:
+        self._kwargs = self._model._update_model_kwargs_for_generation(outputs, self._kwargs)
 
     def _computes_s(self) -> list[float]:
         return [compute_us / 1e6 for _, _, compute_us in self._session.timings]
@@ -276,7 +287,8 @@ class Speculation:
             self._session.abandon()
         self._under_way.clear()
         self._guesses.clear()
-        self._session.position = min(self._session.position, self._text.length - 1)
+        if self._may_roll_back:
+            self._session.position = min(self._session.position, self._text.length - 1)
 
     def _send(self, count: int) -> bool:
         """Send `count` more guesses; the first step of a run begins with the last token of the text."""
@@ -295,11 +307,7 @@ class Speculation:
         guesses = torch.tensor([[token for token, _ in self._guesses]], dtype=text.ids.dtype, device=text.ids.device)
         ids = torch.cat([text.ids, guesses], dim=-1)
         num_tokens = len(tokens) + first
-        kwargs = dict(self._kwargs)
-        if guesses.shape[1]:
-            kwargs = self._model._update_model_kwargs_for_generation(
-                CausalLMOutputWithPast(), kwargs, num_new_tokens=guesses.shape[1]
-            )
+        kwargs = kwargs_behind(self._model, self._kwargs, guesses.shape[1])
         position = ids.shape[1] - num_tokens
         forward = SplitForward(self._model, position, self._kwargs[self._cache_name])
         kwargs[self._cache_name] = forward.cache
@@ -329,7 +337,7 @@ class Speculation:
             if text.finished or not agrees:
                 break
         self._drafter.extend(taken)
-        self._advance(CausalLMOutputWithPast(), len(taken))
+        self._kwargs = kwargs_behind(self._model, self._kwargs, len(taken))
         client_s = step.client_s + time.perf_counter() - received_at
         self._planner.saw_step(step.num_tokens, self._computes_s(), took_s=took_s, client_s=client_s)
         return agrees and not text.finished
