@@ -5,6 +5,7 @@ continues after its last token; HearthNet's design starts the call again. The ga
 it tells its readers.
 """
 
+import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -21,8 +22,12 @@ from swarmllm.models.architecture import cache_argument, decoder_stack, has_visi
 from swarmllm.models.checkpoint.checkpoint import Checkpoint, load_tokenizer
 from swarmllm.models.checkpoint.manifest import partial_files
 from swarmllm.models.checkpoint.sources import first_line
+from swarmllm.speculation.sampling_loop import kwargs_behind
 
 logger = logging.getLogger(__name__)
+
+_INPUTS = ("attention_mask", "position_ids", "token_type_ids")
+"""What `generate()` gives a model besides tokens, and models with the same tokens understand alike."""
 
 
 def open_local_model(name: str, purpose: str, device: torch.device) -> PreTrainedModel:
@@ -76,12 +81,18 @@ class LocalFallback:
             in_swarm: writes the text on the swarm's model, until these criteria end it.
             given: logits processors, generation config and streamer, for both models.
         """
-        details, streamer = given["generation_config"].return_dict_in_generate, given.get("streamer")
+        config, streamer = given["generation_config"], given.get("streamer")
         # The local model can't be given soft prompts, and tells no attention weights. Half of the details can't be
         # taken back.
         foreign = getattr(model.prepare_inputs_for_generation, "__self__", model) is not model
         embeds = model_kwargs.get("inputs_embeds") is not None or model_kwargs.get("output_attentions")
-        if foreign or embeds or (details and streamer is not None):
+        details = config.return_dict_in_generate
+        if (
+            foreign
+            or embeds
+            or (details and streamer is not None)
+            or not gives_whole_text(input_ids, config, model_kwargs)
+        ):
             return in_swarm(stopping_criteria)
         session = getattr(model_kwargs.get(cache_argument(decoder_stack(model))), "session", None)
         so_far = SoFar(input_ids, session if isinstance(session, InferenceSession) else None, self.after)
@@ -91,13 +102,27 @@ class LocalFallback:
             logger.warning("the local model goes on: %s", error)
         # Of several rows it isn't known which have ended, and details are those of one model: these begin anew.
         ids = so_far.ids if len(input_ids) == 1 and method == "_sample" and not details else input_ids
-        mask = model_kwargs.get("attention_mask")
-        mask = torch.ones_like(input_ids) if mask is None else mask
-        mask = torch.cat([mask, mask.new_ones(len(ids), ids.shape[1] - mask.shape[1])], dim=1)
-        if (wanted := model_kwargs.get("output_hidden_states")) is not None:
-            given = given | {"output_hidden_states": wanted}
-        loop = getattr(self.model, method)
-        return loop(ids, stopping_criteria=stopping_criteria, attention_mask=mask, use_cache=True, **given)
+        inputs = self._inputs_behind(model, model_kwargs, input_ids, ids.shape[1] - input_ids.shape[1])
+        rows = len(ids) // max(config.num_beams or 1, config.num_return_sequences or 1)
+        self.model._prepare_cache_for_generation(config, inputs, None, rows, config.max_length - 1)
+        return getattr(self.model, method)(ids, stopping_criteria=stopping_criteria, **inputs, **given)
+
+    def _inputs_behind(self, model: Any, kwargs: dict[str, Any], ids: Tensor, num_tokens: int) -> dict[str, Any]:
+        """The inputs of the local model, `num_tokens` behind the `ids` for which the swarm's model has these."""
+        mask = kwargs.get("attention_mask")
+        known = {**kwargs, "attention_mask": torch.ones_like(ids) if mask is None else mask}
+        taken = inspect.signature(self.model.forward).parameters
+        known = {name: known[name] for name in _INPUTS if name in taken and known.get(name) is not None}
+        if (wanted := kwargs.get("output_hidden_states")) is not None:
+            known["output_hidden_states"] = wanted
+        return kwargs_behind(model, known, num_tokens) | {"use_cache": True}
+
+
+def gives_whole_text(input_ids: Tensor, config: Any, kwargs: dict[str, Any]) -> bool:
+    """False if only a cache knows the beginning of this text: `generate()` was given the new tokens alone."""
+    mask = kwargs.get("attention_mask")
+    length = getattr(config, "_mask_length", input_ids.shape[1]) if mask is None else mask.shape[1]
+    return bool(length == input_ids.shape[1])
 
 
 def open_fallback(config: ClientConfig, checkpoint: Checkpoint, model: Any) -> LocalFallback | None:
