@@ -1,6 +1,6 @@
 """The local model that goes on where the swarm has failed is given the text as the swarm's model was."""
 
-from collections.abc import Callable
+import copy
 from typing import Any
 
 import pytest
@@ -8,6 +8,7 @@ import torch
 from tests.numerics.tiny_models import VOCABULARY, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
 from swarmllm.client.local_fallback import LocalFallback
 from swarmllm.errors import RoutingError
@@ -21,14 +22,14 @@ def local() -> PreTrainedModel:
     return tiny_model("gpt2")
 
 
-def failing(local: Any, num_tokens: int) -> Callable[..., Any]:
+def failing(local: Any, num_tokens: int, **given_too: Any) -> Any:
     """A loop whose swarm fails behind so many tokens of the text."""
     fallback: Any = object.__new__(LocalFallback)
     fallback.model, fallback.after = local, None
 
     def write(model: Any, input_ids: Tensor, stopping_criteria: Any, **more: Any) -> Any:
         names = ("logits_processor", "generation_config")
-        given = {name: more.pop(name) for name in names}
+        given = {name: more.pop(name) for name in names} | given_too
         method = "_beam_search" if given["generation_config"].num_beams > 1 else "_sample"
 
         def in_swarm(criteria: Any) -> Any:
@@ -38,6 +39,7 @@ def failing(local: Any, num_tokens: int) -> Callable[..., Any]:
 
         return fallback.finish_if_swarm_fails(in_swarm, model, method, input_ids, stopping_criteria, given, more)
 
+    write.fallback = fallback  # type: ignore[attr-defined]
     return write
 
 
@@ -78,6 +80,30 @@ def test_beams(local: Any) -> None:
 def test_a_prompt_in_chunks(local: Any) -> None:
     got = local.generate(ids(1), **NEW, prefill_chunk_size=4, custom_generate=failing(local, 3))
     assert got.tolist() == local.generate(ids(1), **NEW).tolist()
+
+
+@pytest.mark.parametrize("num_positions", [16, 15, 8])
+def test_a_text_longer_than_the_local_model_has_positions(local: Any, num_positions: int) -> None:
+    short = copy.deepcopy(local)
+    short.config.n_positions = num_positions
+    short.transformer.wpe = torch.nn.Embedding.from_pretrained(local.transformer.wpe.weight[:num_positions])
+    write = failing(local, 3)
+    write.fallback.model = short
+    if num_positions == 16:  # the last token is never fed
+        got = local.generate(ids(1), **NEW, custom_generate=write)
+        assert got.tolist() == local.generate(ids(1), **NEW).tolist()
+    else:
+        with pytest.raises(RoutingError, match=f"for {num_positions} positions, too few for this text.*swarm is gone"):
+            local.generate(ids(1), **NEW, custom_generate=write)
+
+
+def test_several_rows_that_a_streamer_has_seen_are_not_written_anew(local: Any) -> None:
+    class Streamed(BaseStreamer):
+        def put(self, value: Tensor) -> None: ...
+        def end(self) -> None: ...
+
+    with pytest.raises(RoutingError, match="the swarm is gone"):
+        local.generate(ids(2), **NEW, custom_generate=failing(local, 3, streamer=Streamed()))
 
 
 def test_a_text_whose_beginning_only_the_cache_knows_ends_with_the_error(local: Any) -> None:

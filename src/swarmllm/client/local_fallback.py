@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from swarmllm.client.session.inference_session import InferenceSession
 from swarmllm.config import ClientConfig, default_cache_dir, hub_token, require_directory_or_hub_id
-from swarmllm.errors import ConfigurationError, PeerError, RoutingError
+from swarmllm.errors import ConfigurationError, PeerError, RoutingError, SwarmError
 from swarmllm.files import user_path
-from swarmllm.models.architecture import cache_argument, decoder_stack, has_vision, text_config
+from swarmllm.models.architecture import cache_argument, decoder_stack, has_vision, table_positions, text_config
 from swarmllm.models.checkpoint.checkpoint import Checkpoint, load_tokenizer
 from swarmllm.models.checkpoint.manifest import partial_files
 from swarmllm.models.checkpoint.sources import first_line
@@ -81,18 +81,8 @@ class LocalFallback:
             in_swarm: writes the text on the swarm's model, until these criteria end it.
             given: logits processors, generation config and streamer, for both models.
         """
-        config, streamer = given["generation_config"], given.get("streamer")
-        # The local model can't be given soft prompts, and tells no attention weights. Half of the details can't be
-        # taken back.
-        foreign = getattr(model.prepare_inputs_for_generation, "__self__", model) is not model
-        embeds = model_kwargs.get("inputs_embeds") is not None or model_kwargs.get("output_attentions")
-        details = config.return_dict_in_generate
-        if (
-            foreign
-            or embeds
-            or (details and streamer is not None)
-            or not gives_whole_text(input_ids, config, model_kwargs)
-        ):
+        config = given["generation_config"]
+        if not _can_take_over(model, input_ids, config, given.get("streamer"), model_kwargs):
             return in_swarm(stopping_criteria)
         session = getattr(model_kwargs.get(cache_argument(decoder_stack(model))), "session", None)
         so_far = SoFar(input_ids, session if isinstance(session, InferenceSession) else None, self.after)
@@ -100,12 +90,28 @@ class LocalFallback:
             return in_swarm(StoppingCriteriaList([*stopping_criteria, so_far]))
         except (PeerError, RoutingError) as error:
             logger.warning("the local model goes on: %s", error)
+            failure = error
         # Of several rows it isn't known which have ended, and details are those of one model: these begin anew.
-        ids = so_far.ids if len(input_ids) == 1 and method == "_sample" and not details else input_ids
+        goes_on = len(input_ids) == 1 and method == "_sample" and not config.return_dict_in_generate
+        ids = so_far.ids if goes_on else input_ids
+        stopping_criteria = self._within_positions(ids, stopping_criteria, failure)
         inputs = self._inputs_behind(model, model_kwargs, input_ids, ids.shape[1] - input_ids.shape[1])
         rows = len(ids) // max(config.num_beams or 1, config.num_return_sequences or 1)
         self.model._prepare_cache_for_generation(config, inputs, None, rows, config.max_length - 1)
         return getattr(self.model, method)(ids, stopping_criteria=stopping_criteria, **inputs, **given)
+
+    def _within_positions(self, ids: Tensor, criteria: StoppingCriteriaList, failure: SwarmError) -> Any:
+        """These criteria, and an error where the text needs more positions than the local model has embeddings for.
+
+        Raises:
+            RoutingError: it already does.
+        """
+        table = table_positions(decoder_stack(self.model))
+        if table is None:
+            return criteria
+        end = _EndOfTable(table.stop, criteria, failure)
+        end.require_room(ids.shape[1] - 1)
+        return StoppingCriteriaList([*criteria, end])
 
     def _inputs_behind(self, model: Any, kwargs: dict[str, Any], ids: Tensor, num_tokens: int) -> dict[str, Any]:
         """The inputs of the local model, `num_tokens` behind the `ids` for which the swarm's model has these."""
@@ -118,11 +124,18 @@ class LocalFallback:
         return kwargs_behind(model, known, num_tokens) | {"use_cache": True}
 
 
-def gives_whole_text(input_ids: Tensor, config: Any, kwargs: dict[str, Any]) -> bool:
-    """False if only a cache knows the beginning of this text: `generate()` was given the new tokens alone."""
-    mask = kwargs.get("attention_mask")
+def _can_take_over(model: Any, input_ids: Tensor, config: Any, streamer: Any, kwargs: dict[str, Any]) -> bool:
+    """True if the local model can be given all of this text, and can finish it or write it anew.
+
+    It can't be given soft prompts, or tokens that only a cache has seen, and tells no attention weights. What a
+    streamer has seen of several rows, or of a text with details, can't be taken back.
+    """
+    foreign = getattr(model.prepare_inputs_for_generation, "__self__", model) is not model
+    embeds = kwargs.get("inputs_embeds") is not None or kwargs.get("output_attentions")
+    streamed = streamer is not None and (config.return_dict_in_generate or len(input_ids) > 1)
+    mask = kwargs.get("attention_mask")  # `generate()` leaves out one of ones, and keeps its length
     length = getattr(config, "_mask_length", input_ids.shape[1]) if mask is None else mask.shape[1]
-    return bool(length == input_ids.shape[1])
+    return not (foreign or embeds or streamed) and bool(length == input_ids.shape[1])
 
 
 def open_fallback(config: ClientConfig, checkpoint: Checkpoint, model: Any) -> LocalFallback | None:
@@ -164,4 +177,24 @@ class SoFar(StoppingCriteria):
         self.ids = input_ids
         if self._session is not None and self._session.num_repairs >= self._most_repairs:
             raise RoutingError("servers were replaced as often as fallback_after allows")
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+class _EndOfTable(StoppingCriteria):
+    """Raises RoutingError when a text needs more positions than the local model has embeddings for."""
+
+    def __init__(self, most: int, others: StoppingCriteriaList, failure: SwarmError) -> None:
+        self._most, self._others, self._failure = most, others, failure
+
+    def require_room(self, num_tokens: int) -> None:
+        """Raise if the model can't be fed one token behind so many."""
+        if num_tokens >= self._most:
+            raise RoutingError(
+                f"the local model has embeddings for {self._most} positions, too few for this text: name a model with "
+                f"more as fallback_to_local. It went on because: {self._failure}"
+            ) from self._failure
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        if input_ids.shape[1] > self._most and not bool(self._others(input_ids, scores).all()):
+            self.require_room(input_ids.shape[1] - 1)
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
