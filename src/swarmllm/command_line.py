@@ -178,12 +178,14 @@ class Parser(argparse.ArgumentParser):
         """The settings from `--config FILE` and from these flags (None: the command line). Flags win."""
         argv = list(sys.argv[1:] if argv is None else argv)
         end = argv.index("--") if "--" in argv else len(argv)  # text follows, whatever it begins with
-        argv = [*map(_underscored, argv[:end]), *argv[end:]]
+        argv = [*self._with_values(list(map(_underscored, argv[:end]))), *argv[end:]]
+        end = argv.index("--") if "--" in argv else len(argv)
         self._refuse_keys_of_the_file(argv[:end])
-        from_file: list[str] = []
         given = {arg.partition("=")[0] for arg in argv}
-        for path in _values_of("--config", argv):
-            from_file = self._flags_of(path, given)
+        files = _values_of("--config", argv[:end])
+        if len(files) > 1:
+            self.error(f"--config takes one file, not {' and '.join(files)}: write all settings in one of them")
+        from_file = self._flags_of(files[0], given) if files else []
         if "--help_all" in argv:
             print(self.format_all(at_length=True), end="")
             sys.exit(0)
@@ -192,6 +194,22 @@ class Parser(argparse.ArgumentParser):
         settings = vars(self.parse_args([*self._model_of_invite(flags), *flags]))
         settings.pop("config", None)
         return settings
+
+    def _with_values(self, flags: Sequence[str]) -> list[str]:
+        """Put `=` between a flag that takes one value and a value that begins with a dash, like -1:2.
+
+        argparse would take it for a flag, and say that the value is missing.
+        """
+        known = {name: action for action in self._actions for name in action.option_strings}
+        takes_one = {name for name, action in known.items() if action.nargs is None}
+        joined: list[str] = []
+        for flag in flags:
+            is_value = len(flag) > 1 and flag[0] == "-" and flag[1] != "-" and flag not in known
+            if is_value and joined and joined[-1] in takes_one:
+                joined[-1] += f"={flag}"
+            else:
+                joined.append(flag)
+        return joined
 
     def _refuse_keys_of_the_file(self, flags: Sequence[str]) -> None:
         """Exit if a flag is a setting that only the file of `--config` may hold."""

@@ -215,6 +215,10 @@ def test_flags_are_the_fields_and_say_what_their_docstrings_say(name: str) -> No
         (["--num_blocks", "two"], "give a whole number or auto, not 'two'"),
         (["--update_period", "1h"], "give a number, not '1h'"),
         (["--block_indices", "3"], "START < END"),
+        (["--block_indices", "-1:2"], "0 <= START < END, like 0:4, not '-1:2'"),
+        (["--block_indices", "-h"], "expected one argument"),
+        (["--block_indices", "--port"], "expected one argument"),
+        (["--config", "a", "--config=b"], "--config takes one file, not a and b: write all settings in one of them"),
         (["--num_blocks"], "expected one argument"),
         (["--no_such_flag"], "no_such_flag"),
     ],
@@ -355,6 +359,11 @@ def test_a_file_holds_settings_with_values_of_their_kind(
     said = capsys.readouterr().err
     assert re.search(complaint, said)
     assert said.count("\n") == 1
+
+
+def test_values_may_begin_with_a_dash(parser: Parser) -> None:
+    argv = ["--public-name", "-me", "--num_blocks", "-3", "--initial_peers", "a"]
+    assert parser.parse_settings(argv) == {"public_name": "-me", "num_blocks": -3, "initial_peers": ["a"]}
 
 
 def test_values_in_a_file_may_begin_with_dashes(parser: Parser, tmp_path: Path) -> None:
