@@ -336,7 +336,7 @@ class SwarmConfig:
             object.__setattr__(self, "swarm_name", agreed_name(invites))
         if self.swarm_name is not None and not self.swarm_name:
             raise ConfigurationError("swarm_name can't be empty")
-        if self.identity_path is not None and Path(self.identity_path).is_dir():
+        if self.identity_path is not None and (found := existing_path(self.identity_path)) and found.is_dir():
             raise ConfigurationError(f"identity_path {self.identity_path} is a directory; name a file")
 
     def _follow(self, invites: Sequence[Invite]) -> None:

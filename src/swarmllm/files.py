@@ -62,13 +62,24 @@ def existing_path(path: str | os.PathLike[str]) -> Path | None:
     """`user_path` if something is there, else None.
 
     Raises:
-        ConfigurationError: this user may not look.
+        ConfigurationError: this user may not look; or a link leads nowhere.
     """
     found = user_path(path)
     try:
-        return found if found.exists() else None
+        found.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        if found.is_symlink():
+            raise ConfigurationError(
+                f"{found} is a link to {found.readlink()}, which does not exist: mend the link, or name another path"
+            ) from None
+        return None
     except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ConfigurationError(
+                f"{found} leads through links in a circle: mend them, or name another path"
+            ) from None
         raise ConfigurationError(f"{found} can't be looked at: {error.strerror}") from None
+    return found
 
 
 def has_home() -> bool:

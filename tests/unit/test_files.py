@@ -49,6 +49,26 @@ def test_words_that_are_no_path(words: str, tmp_path: Path, monkeypatch: pytest.
     assert use.main([words]) == 2
 
 
+def test_links_that_lead_nowhere_are_one_sentence(tmp_path: Path) -> None:
+    circle, lost, whole = tmp_path / "circle", tmp_path / "lost", tmp_path / "whole"
+    circle.symlink_to(circle)
+    lost.symlink_to(tmp_path / "gone")
+    whole.symlink_to(tmp_path)
+    assert existing_path(whole) == whole
+    uses: list[Callable[[Path], object]] = [
+        existing_path,
+        lambda path: require_model_place(str(path)),
+        lambda path: open_checkpoint(str(path)),
+        Identity.load_or_create,
+        lambda path: SwarmConfig(identity_path=str(path)),
+    ]
+    for use_it in uses:
+        with pytest.raises(ConfigurationError, match=f"{circle} leads through links in a circle: mend them"):
+            use_it(circle)
+        with pytest.raises(ConfigurationError, match=f"{lost} is a link to {tmp_path}/gone, which does not exist"):
+            use_it(lost)
+
+
 def test_a_path_where_this_user_may_not_look(monkeypatch: pytest.MonkeyPatch) -> None:
     def stat(*_: object, **__: object) -> NoReturn:
         raise PermissionError(errno.EACCES, "Permission denied")

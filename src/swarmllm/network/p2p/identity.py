@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from swarmllm.errors import ConfigurationError
-from swarmllm.files import create_private_file, user_path
+from swarmllm.files import create_private_file, existing_path, user_path
 from swarmllm.network.wire.protocol import Contribution
 
 # libp2p's key message: field 1 = type (1: Ed25519), field 2 = bytes. Private keys hold the public one too.
@@ -61,7 +61,7 @@ class Identity:
             ConfigurationError: the file can't be read or written, or holds something else.
         """
         path = user_path(path)
-        if path.exists():
+        if existing_path(path) is not None:
             return cls.load(path)
         identity = cls.generate()
         identity.write(path)
