@@ -38,6 +38,7 @@ from swarmllm.config import (
     require_addresses,
     require_model_place,
     require_positive,
+    require_threads,
 )
 from swarmllm.decoding.options import MAX_BREAKER_CHARS, MAX_BREAKERS, DecodingOptions
 from swarmllm.errors import (
@@ -120,8 +121,8 @@ __all__ = [  # noqa: RUF022 - in groups
     "WeightsMismatchError",
     # settings
     "ClientConfig", "ClientModelConfig", "SwarmConfig", "default_cache_dir", "hub_token", "in_file",
-    "require_addresses", "require_model_place", "require_positive", "MAX_BREAKERS", "MAX_BREAKER_CHARS",
-    "DecodingOptions",
+    "require_addresses", "require_model_place", "require_positive", "require_threads", "MAX_BREAKERS",
+    "MAX_BREAKER_CHARS", "DecodingOptions",
     # models
     "CHOICE_FIELDS", "COLDEST", "SCORE_FIELDS", "SPEECH_FIELDS", "TOKEN_FIELDS", "open_model", "preferred_stops",
     "LocalFallback", "SoFar", "Task", "cache_argument", "decoder_stack", "max_positions", "has_vision", "task_of",

@@ -105,7 +105,7 @@ def parse_block_indices(text: str) -> tuple[int, int]:
     """
     match = _INDICES.match(text.strip())
     if match is None or int(match[1]) >= int(match[2]):
-        raise ConfigurationError(f"block_indices must be START:END with START < END, like 0:4, not {text!r}")
+        raise ConfigurationError(f"block_indices must be START:END with 0 <= START < END, like 0:4, not {text!r}")
     return int(match[1]), int(match[2])
 
 
@@ -205,6 +205,22 @@ def require_positive(owner: object, *names: str) -> None:
         if value is not None and not value > 0:
             least = "at least 1" if isinstance(value, int) else "greater than 0"
             raise ConfigurationError(f"{name} must be {least}, not {value!r}")
+
+
+THREADS_PER_CORE = 4
+"""Most threads for each core of the machine. Assumed: more threads than cores only cost time, but containers and
+hyper-threads can hide some cores."""
+
+
+def require_threads(num_threads: int | None) -> None:
+    """Raise ConfigurationError if these are far more threads than the machine has cores: torch crashes if it can't
+    start so many."""
+    num_cores = os.cpu_count() or 1
+    if (num_threads or 0) > THREADS_PER_CORE * num_cores:
+        raise ConfigurationError(
+            f"num_threads must be at most {THREADS_PER_CORE * num_cores} here, {THREADS_PER_CORE} for each of the "
+            f"{num_cores} cores of this machine, not {num_threads}: more threads than cores don't compute faster"
+        )
 
 
 _IN_WORDS = {

@@ -153,6 +153,11 @@ def test_settings_for_one_model_only(settings: dict[str, Any], words: str) -> No
         GatewayConfig(model=("m", "n"), **settings)
 
 
+def test_more_threads_than_a_machine_starts_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"num_threads must be at most \d+ here, 4 for each of the \d+ cores"):
+        GatewayConfig(model=("m",), num_threads=100_000)
+
+
 def test_two_of_one_name_are_refused(several: RunningGateway) -> None:
     models = list(several.gateway.models)
     with pytest.raises(ConfigurationError, match="served_name"):

@@ -48,7 +48,7 @@ def test_clients_refuse(settings: dict[str, Any]) -> None:
         ({"num_blocks": 0}, "num_blocks"),
         ({"num_blocks": 2, "block_indices": (0, 2)}, "not both"),
         ({"block_indices": (2, 2)}, "START < END"),
-        ({"block_indices": (-1, 2)}, "START < END"),
+        ({"block_indices": (-1, 2)}, "0 <= START < END"),
         ({"initial_peers": ["/ip4/1.2.3.4/tcp/1/p2p/x"]}, "not both"),
         ({"new_swarm": False, "lan_discovery": False}, "initial_peers"),
         ({"new_swarm": False, "host_maddrs": "/ip4/127.0.0.1/tcp/0"}, "initial_peers"),
@@ -69,6 +69,10 @@ def test_clients_refuse(settings: dict[str, Any]) -> None:
         ({"num_threads": 100_000}, r"num_threads must be at most \d+ here, 4 for each of the \d+ cores"),
         ({"port": 80, "host_maddrs": "/ip4/127.0.0.1/tcp/81"}, "port 80 is in no address of host_maddrs"),
         ({"metrics_host": "0.0.0.0"}, "metrics_host 0.0.0.0 needs metrics_port"),
+        ({"port": 8000, "metrics_port": 8000}, "port and metrics_port are both 8000: choose another metrics_port"),
+        ({"port": 8000, "direct_port": 8000}, "port and direct_port are both 8000: choose another direct_port"),
+        ({"direct_port": 8000, "metrics_port": 8000, "metrics_host": "::"}, "direct_port and metrics_port are both"),
+        ({"host_maddrs": "/ip4/127.0.0.1/tcp/81", "metrics_port": 81, "metrics_host": "localhost"}, "are both 81"),
         ({"priority_clients": PEER_ID[1:]}, "priority_clients: .* has 51 characters instead of 52"),
         ({"allowed_clients": [PEER_ID, "bogus"]}, "allowed_clients: 'bogus' is no peer id"),
         ({"allowed_servers": PEER_ID.replace("x", "0")}, "allowed_servers: .* holds '0'"),
@@ -119,6 +123,13 @@ def test_the_port_replaces_only_an_open_one() -> None:
     maddrs = ("/ip4/0.0.0.0/tcp/0", "/ip4/1.2.3.4/tcp/77")
     config = ServerConfig(**SERVER, host_maddrs=maddrs, port=31337)
     assert config.listen_maddrs == ("/ip4/0.0.0.0/tcp/31337", "/ip4/1.2.3.4/tcp/77")
+
+
+def test_ports_of_different_addresses_may_have_one_number() -> None:
+    config = ServerConfig(**SERVER, host_maddrs="/ip4/192.168.1.2/tcp/81", metrics_port=81)
+    assert (config.metrics_host, config.direct_port) == ("127.0.0.1", None)
+    for open_one in ({"port": 0, "metrics_port": 0}, {"port": 0, "direct_port": 0, "metrics_port": 0}):
+        assert ServerConfig(**SERVER, **open_one).metrics_port == 0
 
 
 def test_a_port_may_be_said_twice() -> None:

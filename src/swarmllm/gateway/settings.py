@@ -15,6 +15,7 @@ from swarmllm.api import (
     in_file,
     read_text,
     require_positive,
+    require_threads,
     user_path,
 )
 
@@ -125,6 +126,7 @@ class GatewayConfig(OfferedModels, ClientConfig, GatewayLimits):
             require_origin(origin)
         limits = (one.name for one in fields(GatewayLimits) if one.name not in MAY_BE_0)
         require_positive(self, "requests_per_minute", *limits)
+        require_threads(self.num_threads)
         for name in MAY_BE_0:
             if getattr(self, name) < 0:
                 raise ConfigurationError(f"{name} can't be negative, as {getattr(self, name)} is")

@@ -1,9 +1,9 @@
 """Settings of a server. `server/__main__` makes its flags from these fields, and `swarmllm doctor` some of its
 flags."""
 
-import os
+import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from swarmllm.config import (
     in_file,
     require_known,
     require_positive,
+    require_threads,
 )
 from swarmllm.data_structures import MAX_TTL_S, ServerInfo, size_in_words
 from swarmllm.errors import ConfigurationError
@@ -41,9 +42,8 @@ DEVICE_KINDS = ("cpu", "cuda", "mps", "xpu")
 MAX_TENSOR_PARALLEL = 16
 """Assumed: no machine has more devices that are worth sharing a block."""
 
-THREADS_PER_CORE = 4
-"""Most threads for each core of the machine. Assumed: more threads than cores only cost time, but containers and
-hyper-threads can hide some cores."""
+WILDCARDS = {"0.0.0.0", "::"}
+"""Addresses that stand for all of the machine's."""
 REACHABILITIES = ("auto", "public", "private")
 
 
@@ -223,7 +223,7 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
             raise ConfigurationError(f"balance_quality must be 0 to 1, not {self.balance_quality}")
         self._require_ports()
         require_peer_ids(self, "allowed_clients", "priority_clients", "allowed_servers")
-        _require_threads(self.num_threads)
+        require_threads(self.num_threads)
         if self.max_memory is not None:
             memory_limit_bytes(self.max_memory)
         require_known("quant_type", self.quant_type, QUANT_TYPES)
@@ -258,6 +258,21 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
             raise ConfigurationError(
                 f"metrics_host {self.metrics_host} needs metrics_port: without it, the server has no metrics"
             )
+        for (name, host, port), (other, of_other, same) in itertools.combinations(self._listeners(), 2):
+            if port == same and name != other and (host == of_other or {host, of_other} & WILDCARDS):
+                raise ConfigurationError(f"{name} and {other} are both {port}: choose another {other}")
+
+    def _listeners(self) -> Iterator[tuple[str, str, int]]:
+        """(setting, address, port) of everything that listens at a port with a fixed number."""
+        for maddr in self.listen_maddrs:
+            if place := re.match(r"/ip[46]/([^/]+)/tcp/(\d+)", maddr):
+                if int(place[2]):
+                    yield "port", place[1], int(place[2])
+                if self.direct_port:
+                    yield "direct_port", place[1], self.direct_port
+        if self.metrics_port:
+            host = "127.0.0.1" if self.metrics_host == "localhost" else self.metrics_host
+            yield "metrics_port", host, self.metrics_port
 
     def _require_device_map(self) -> None:
         """Raise ConfigurationError if another setting names devices too, or disagrees about the number of blocks."""
@@ -322,7 +337,9 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
             raise ConfigurationError("give --num_blocks or --block_indices, not both")
         start, end = self.block_indices or (0, self.num_blocks or 1)
         if self.block_indices is not None and not 0 <= start < end:
-            raise ConfigurationError(f"block_indices must be START:END with START < END, like 0:4, not {start}:{end}")
+            raise ConfigurationError(
+                f"block_indices must be START:END with 0 <= START < END, like 0:4, not {start}:{end}"
+            )
         _require_announceable(
             addrs=("announce_maddrs", self.announce_maddrs or ()),
             start=("block_indices", start),
@@ -355,16 +372,6 @@ def require_device(name: str) -> None:
     kind, colon, index = name.partition(":")
     if kind not in DEVICE_KINDS or (colon and not index.isdecimal()) or (kind == "cpu" and index not in ("", "0")):
         raise ConfigurationError(f"device {name!r} can't be used: name one of {', '.join(DEVICE_KINDS)}, like cuda:1")
-
-
-def _require_threads(num_threads: int | None) -> None:
-    """Raise ConfigurationError if these are far more threads than the machine has cores: it may not start so many."""
-    num_cores = os.cpu_count() or 1
-    if (num_threads or 0) > THREADS_PER_CORE * num_cores:
-        raise ConfigurationError(
-            f"num_threads must be at most {THREADS_PER_CORE * num_cores} here, {THREADS_PER_CORE} for each of the "
-            f"{num_cores} cores of this machine, not {num_threads}: more threads than cores don't compute faster"
-        )
 
 
 def memory_limit_bytes(text: str, total_bytes: int = 1 << 62) -> int:
