@@ -105,6 +105,7 @@ if TYPE_CHECKING:
         text_config,
     )
     from swarmllm.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+    from swarmllm.models.checkpoint.sources import require_room
     from swarmllm.models.shell.remote_cache import RemoteCache
     from swarmllm.swarm.block_map import state_name
     from swarmllm.swarm.route_costs import RouteCosts
@@ -126,7 +127,7 @@ __all__ = [  # noqa: RUF022 - in groups
     # models
     "CHOICE_FIELDS", "COLDEST", "SCORE_FIELDS", "SPEECH_FIELDS", "TOKEN_FIELDS", "open_model", "preferred_stops",
     "LocalFallback", "SoFar", "Task", "cache_argument", "decoder_stack", "max_positions", "has_vision", "task_of",
-    "text_config", "Checkpoint", "open_checkpoint",
+    "text_config", "Checkpoint", "open_checkpoint", "require_room",
     # sessions
     "InferenceSession", "RemoteCache",
     # tokens
@@ -160,6 +161,7 @@ _HOMES = {
     "text_config": "swarmllm.models.architecture",
     "Checkpoint": "swarmllm.models.checkpoint.checkpoint",
     "open_checkpoint": "swarmllm.models.checkpoint.checkpoint",
+    "require_room": "swarmllm.models.checkpoint.sources",
     "InferenceSession": "swarmllm.client.session.inference_session",
     "RemoteCache": "swarmllm.models.shell.remote_cache",
     "processors_before": "swarmllm.decoding.methods",

@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from swarmllm.client.session.inference_session import InferenceSession
 from swarmllm.config import ClientConfig, default_cache_dir, hub_token, require_directory_or_hub_id
 from swarmllm.errors import ConfigurationError, PeerError, RoutingError, SwarmError
-from swarmllm.files import user_path
+from swarmllm.files import existing_path, user_path
 from swarmllm.models.architecture import cache_argument, decoder_stack, has_vision, table_positions, text_config
 from swarmllm.models.checkpoint.checkpoint import Checkpoint, load_tokenizer
 from swarmllm.models.checkpoint.manifest import partial_files
-from swarmllm.models.checkpoint.sources import first_line
+from swarmllm.models.checkpoint.sources import first_line, require_room
 from swarmllm.speculation.sampling_loop import kwargs_behind
 
 logger = logging.getLogger(__name__)
@@ -43,9 +43,14 @@ def open_local_model(name: str, purpose: str, device: torch.device) -> PreTraine
         raise ConfigurationError(f"{purpose}, and {error}") from None
     if partial_files(user_path(name)) is not None:  # transformers would read zeros
         raise ConfigurationError(f"{purpose}, and {name!r} holds only parts of one: name a whole model")
+    here = existing_path(name)
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype="auto", trust_remote_code=False)
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            str(here or name), dtype="auto", trust_remote_code=False, token=hub_token(), cache_dir=default_cache_dir()
+        )
     except (OSError, ValueError) as error:
+        if here is None:
+            require_room(name, error, default_cache_dir())
         raise ConfigurationError(f"{purpose}, and {name!r} can't be loaded as one: {first_line(error)}") from None
     return model.to(device).requires_grad_(False).eval()
 

@@ -1,16 +1,20 @@
 """Opening checkpoints: what is found, what is read, and how damage is reported."""
 
+import errno
 import io
 import json
 import os
+import re
 import shutil
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from swarmllm.client.local_fallback import open_local_model
 from swarmllm.data_structures import Span
 from swarmllm.errors import (
     BlockWeightsNotFoundError,
@@ -20,8 +24,9 @@ from swarmllm.errors import (
     WeightsMismatchError,
 )
 from swarmllm.models.architecture import Task, task_class
-from swarmllm.models.checkpoint import weight_files
-from swarmllm.models.checkpoint.checkpoint import open_checkpoint
+from swarmllm.models.checkpoint import checkpoint as checkpoint_module
+from swarmllm.models.checkpoint import sources, weight_files
+from swarmllm.models.checkpoint.checkpoint import load_tokenizer, open_checkpoint
 from swarmllm.models.checkpoint.fingerprint import fingerprint
 from swarmllm.models.checkpoint.skeleton import block_bytes, client_tensor_names, drop_blocks, load_pruned, pruned
 from swarmllm.models.span.block_span import BlockSpan
@@ -422,3 +427,53 @@ def test_a_checkpoints_own_code_is_never_run(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(UnsupportedModelError, match="brings code of its own, which swarmllm never runs"):
         open_checkpoint(str(tmp_path))
     assert not ran.exists()
+
+
+# Downloads to a disk that takes none
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+def test_a_download_that_cannot_be_written_names_the_directory(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = os.strerror(number)
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise OSError(number, reason)
+
+    def wrap(*_: object, **__: object) -> NoReturn:
+        try:
+            refuse()
+        except OSError as error:
+            raise OSError("transformers says something else") from error
+
+    where = {"revision": None, "token": None, "cache_dir": "/full"}
+    sentence = re.escape(f"files of me/model can't be written to /full ({reason}): make room there, or name another")
+    monkeypatch.setattr(sources, "is_offline_mode", lambda: True)
+    monkeypatch.setattr(sources, "hf_hub_download", refuse)
+    with pytest.raises(ConfigurationError, match=f"^{sentence}"):
+        sources.find_source("me/model", **where).path("config.json", required=False)
+    with pytest.raises(ConfigurationError, match=f"^{sentence}"):
+        load_tokenizer("me/model", **where)
+
+    monkeypatch.setattr(checkpoint_module, "locate", lambda *_, **__: (sources._Hub("me/model", **where), None))
+    for fail in (refuse, wrap):
+        monkeypatch.setattr(AutoTokenizer, "from_pretrained", fail)
+        with pytest.raises(ConfigurationError, match=f"^{sentence}"):
+            load_tokenizer("me/model", **where)
+
+
+def test_a_local_model_is_taken_from_where_downloads_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft, or a model that goes on without the swarm."""
+    asked: list[tuple[str, object]] = []
+
+    def load(name: str, **options: object) -> NoReturn:
+        asked.append((name, options["cache_dir"]))
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setenv("SWARMLLM_CACHE", "/full")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
+    (tmp_path / "draft").mkdir()
+    for name, place in (("me/draft", "/full"), ("~/draft", "can't be loaded as one")):
+        with pytest.raises(ConfigurationError, match=place):
+            open_local_model(name, "it must be a model", torch.device("cpu"))
+    assert asked == [("me/draft", "/full"), (str(tmp_path / "draft"), "/full")]

@@ -16,6 +16,8 @@ from swarmllm.api import (
     default_cache_dir,
     hub_token,
     open_model,
+    require_room,
+    user_path,
 )
 from swarmllm.gateway.settings import with_adapter
 
@@ -69,6 +71,8 @@ def load_processor(kind: Any, model: str, revision: str | None, what: str) -> An
     try:
         return kind.from_pretrained(model, trust_remote_code=False, **hub_options(revision))
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        if not user_path(model).exists():
+            require_room(model, error, default_cache_dir())
         reason = str(error).strip().split("\n")[0]
         raise ConfigurationError(f"{model} has no {what} that can be used: {reason}") from None
 

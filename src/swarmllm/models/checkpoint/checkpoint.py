@@ -32,7 +32,7 @@ from swarmllm.data_structures import MAX_BLOCKS
 from swarmllm.errors import ConfigurationError, CorruptWeightsError, UnsupportedModelError
 from swarmllm.models.architecture import as_config_says, check_supported, num_blocks
 from swarmllm.models.checkpoint.manifest import partial_files
-from swarmllm.models.checkpoint.sources import Source, first_line, read_json, read_object
+from swarmllm.models.checkpoint.sources import Source, first_line, read_json, read_object, require_room
 from swarmllm.models.checkpoint.stored_files import CONFIG, ConfigAndWeights, GgufFiles, OnRead, StoredFiles, locate
 from swarmllm.models.checkpoint.weight_files import StoredPlace
 from swarmllm.models.published_formats import format_of
@@ -402,6 +402,7 @@ def load_tokenizer(name_or_path: str, **options: Any) -> Any:
     Raises:
         ConfigurationError: there is none that transformers can load.
     """
+    source: Source | None = None
     try:
         source, gguf_file = locate(name_or_path, **options)
         if gguf_file is None:
@@ -409,6 +410,8 @@ def load_tokenizer(name_or_path: str, **options: Any) -> Any:
         # Not by AutoTokenizer, which would want the package gguf for the config of most architectures.
         return PreTrainedTokenizerFast.from_pretrained(source.name, gguf_file=gguf_file, **options)
     except Exception as error:  # noqa: BLE001 - tokenizers raise bare Exceptions about files of strangers
+        if source is None or not source.is_local:
+            require_room(name_or_path, error, options.get("cache_dir"))
         raise ConfigurationError(
             f"{name_or_path} has no tokenizer that transformers can load: {first_line(error)}"
         ) from None

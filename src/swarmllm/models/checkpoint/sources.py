@@ -3,6 +3,7 @@
 Errors of huggingface_hub become ours here. Called by `checkpoint`, `adapters` and all code that loads saved files.
 """
 
+import errno
 import json
 import re
 from collections.abc import Iterator
@@ -31,6 +32,8 @@ HUB_ANSWERS_S = 3.0
 """Assumed: a hub that takes longer to accept a connection isn't there."""
 HUB_READS_S = 30.0
 """Assumed: a hub that sends nothing for so long is stuck."""
+NOT_WRITTEN = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
+"""Errors of the disk of this machine while files come from the hub."""
 _SNAPSHOT = re.compile(r"models--([^/]+)/snapshots/([0-9a-f]{40})(?:/|$)")
 
 
@@ -166,6 +169,7 @@ class _Hub(Source):
         except EntryNotFoundError:
             return None
         except (HfHubHTTPError, OSError, ValueError) as error:
+            require_room(self.name, error, self._options["cache_dir"])
             raise ConfigurationError(f"{self.name!r} can't be read from the hub: {first_line(error)}") from error
         snapshot = _SNAPSHOT.search(path.parent.as_posix())
         self.commit = snapshot[2] if snapshot else None
@@ -273,6 +277,22 @@ def find_source(name_or_path: str, *, revision: str | None, token: str | None, c
         return _Directory(directory)
     require_directory_or_hub_id(name_or_path)
     return _Hub(name_or_path, revision, token, cache_dir)
+
+
+def require_room(name: str, error: BaseException, cache_dir: str | None) -> None:
+    """Say so if a download failed because this machine can't write it. The error may be the cause of others.
+
+    Raises:
+        ConfigurationError: it names the directory.
+    """
+    cause: BaseException | None = error
+    while cause is not None and not (isinstance(cause, OSError) and cause.errno in NOT_WRITTEN):
+        cause = cause.__cause__
+    if isinstance(cause, OSError):
+        raise ConfigurationError(
+            f"files of {name} can't be written to {cache_dir or constants.HF_HUB_CACHE} ({cause.strerror}): make room "
+            "there, or name another directory by SWARMLLM_CACHE"
+        ) from error
 
 
 def first_line(error: BaseException) -> str:
