@@ -71,6 +71,22 @@ def test_a_server_that_begins_anew_and_an_encoder() -> None:
     assert encoder.tokens_per_s_now == 5
 
 
+def test_a_clock_that_was_set_back() -> None:
+    history = SwarmHistory([Span(0, 8)])
+    for at in (0, 60, 120, 180):
+        look(history, at, server(1, 0, 8, 10 * at))
+    assert history.tokens_per_s_now == 10
+    look(history, 170, server(1, 0, 8, 1800))  # by seconds: nothing is lost
+    assert len(history.minutes) == 4
+    look(history, -3600, server(1, 0, 8, 1800))
+    assert history.tokens_per_s_now is None
+    look(history, -3590, server(1, 0, 8, 1850))
+    assert history.tokens_per_s_now == 5
+    assert [one["at"] for one in history.as_json()] == [START - 3600]
+    look(history, -3590 + QUIET_S + 1, server(1, 0, 8, 1850))
+    assert history.tokens_per_s_now == 0
+
+
 def test_minutes() -> None:
     history = SwarmHistory([Span(0, 8)])
     look(history, 30, server(1, 0, 8), kinds=["joined"])

@@ -420,7 +420,10 @@ class SwarmHistory:
 
     def take(self, servers: Iterable[ServerInfo], missing: Sequence[int], kinds: Iterable[str], at: float) -> None:
         """Take one look at the time `at` (Unix seconds): the servers, the missing blocks, and the kinds of new
-        events."""
+        events. If the clock was set back, the history begins anew."""
+        if self.minutes and at < MINUTE_S * (self.minutes[-1].number - 1):
+            self.minutes.clear()
+            self._counts.clear()
         minute = self._minute(at, len(self._needed) - len(missing))
         minute.events.update(kinds)
         servers = tuple(servers)

@@ -149,7 +149,7 @@ class Agent:
         self._seen_at: dict[str, float] = {}
         commands = state.commands()
         self._commands = [one for one in commands if one.is_valid(swarm.swarm_id)]
-        self._command = newest(self._commands, swarm.swarm_id, time.time())
+        self._command = newest(self._commands, swarm.swarm_id, math.inf)  # `_look_once` looks at the clock
         noted = [one for one in _read_targets(state) if any(one.manifest == each.manifest for each in self.wanted)]
         self._decider = Decider(noted)
         self._decision = Decision({}, tuple(noted))
@@ -320,6 +320,9 @@ class Agent:
     async def _look_once(self, now: float) -> None:
         """Read, follow the newest command, decide, act, publish."""
         await self._read_records(now)
+        if (command := self._command) is not None and not command.may_be_given_by(time.time()):
+            logger.warning("this machine's clock was set back: it gives the newest command again, for the others")
+            await self._give(command.wanted, command.what)
         commands = (self._command, *(one.command for one in self.records.values()))
         self._follow(newest(commands, self.swarm.swarm_id, time.time()))
         sessions = await self._models.look_at_servers()
@@ -597,7 +600,10 @@ class Agent:
         number, given_at = 1, time.time()
         if (before := self._command) is not None:
             number = min(before.number + 1, LAST_NUMBER)
-            given_at = max(given_at, math.nextafter(before.given_at, math.inf))
+            if before.may_be_given_by(given_at):
+                given_at = max(given_at, math.nextafter(before.given_at, math.inf))
+            else:  # this machine's clock was set back: the others wouldn't follow a later command
+                self._command = None
         command = Command(number=number, given_at=given_at, given_by=self.peer.peer_id, wanted=wanted, what=what[:200])
         signed = sign_command(command, self.swarm.key, self._identity)
         self._follow(signed)

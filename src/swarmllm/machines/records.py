@@ -75,6 +75,10 @@ class Command(PeerModel):
             self.given_by, bytes.fromhex(self.giver), signed
         )
 
+    def may_be_given_by(self, now: float) -> bool:
+        """False if it is of the future, by more than clocks differ. `now`: seconds since 1970."""
+        return self.given_at <= now + MOST_AHEAD_S
+
     def rank(self) -> tuple[float, int, bytes]:
         """Order of commands, the newest last; the same on all machines."""
         return self.given_at, self.number, hashlib.sha256(self.signed_bytes()).digest()
@@ -94,7 +98,7 @@ def newest(commands: Iterable[Command | None], swarm_id: str, now: float) -> Com
     valid = (
         command
         for command in commands
-        if command is not None and command.given_at <= now + MOST_AHEAD_S and command.is_valid(swarm_id)
+        if command is not None and command.may_be_given_by(now) and command.is_valid(swarm_id)
     )
     return max(valid, key=Command.rank, default=None)
 

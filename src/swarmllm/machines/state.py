@@ -97,10 +97,12 @@ class StateDirectory:
         """
         before = self.swarm_key()
         if before is None or before.peer_id != key.peer_id:
-            for filename in ("swarm.key", "command.json", "hosted.json", "peers.json"):
-                with suppress(FileNotFoundError):
-                    (self.path / filename).unlink()
-            key.write(self.swarm_key_path)
+            new = self.path / "swarm.key.new"
+            new.unlink(missing_ok=True)
+            key.write(new)  # while the old one is there: nobody could get that back if the disk is full
+            for filename in ("command.json", "hosted.json", "peers.json"):
+                (self.path / filename).unlink(missing_ok=True)
+            new.replace(self.swarm_key_path)
         self.write("swarm.json", {"name": name, "open": is_open})
 
     def commands(self) -> list[Command]:

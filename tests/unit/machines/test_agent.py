@@ -111,6 +111,26 @@ async def test_a_machine_that_cannot_start_stays_in_its_swarm(tmp_path: Path, mo
     assert kept.peer_id == SWARM.peer_id
 
 
+def test_a_full_disk_costs_no_swarm_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    state = StateDirectory(tmp_path)
+    state.enter_swarm(SWARM, name="home", is_open=True)
+    state.write("command.json", ["a command"])
+    with monkeypatch.context() as patched:
+        patched.setattr("os.fsync", full)
+        with pytest.raises(ConfigurationError, match="No space left"):
+            state.enter_swarm(STRANGER, name="other", is_open=True)
+    for key in (SWARM, STRANGER):
+        kept = state.swarm_key()
+        assert kept is not None
+        assert (kept.peer_id, state.read("command.json", [])) == (key.peer_id, ["a command"] if key is SWARM else [])
+        state.enter_swarm(STRANGER, name="other", is_open=True)
+    assert state.swarm_key_path.stat().st_mode & 0o777 == 0o600
+    assert not [*tmp_path.glob("*.new")]
+
+
 async def test_only_members_count(agent: Agent, register: FakeRegister) -> None:
     register.others = {
         MEMBER.peer_id: record(),
@@ -122,6 +142,30 @@ async def test_only_members_count(agent: Agent, register: FakeRegister) -> None:
     register.others = {MEMBER.peer_id: record().model_copy(update={"member": "0" * 128})}
     await looked(agent, 100.0)
     assert agent.records == {}
+
+
+async def test_a_clock_that_was_set_back_leaves_no_command_of_the_future(
+    tmp_path: Path, register: FakeRegister, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody else would follow it, and this machine would follow nobody else, until that time has come."""
+    now = 7200.0
+    monkeypatch.setattr(agent_module.time, "time", lambda: now)
+    agent = made(tmp_path, register)
+    await agent._give(wanted("a"), "use a")
+    for restarted in (False, True):
+        now = 3600.0 if not restarted else 0.0
+        agent = made(tmp_path, register) if restarted else agent
+        register.own.clear()
+        assert await looked(agent) == ("a",)
+        said = register.own[-1]
+        assert said is not None
+        assert said.command is not None
+        assert (said.command.given_at, said.command.what) == (now, "use a")
+        assert said.command.is_valid(SWARM.peer_id)
+    register.others = {MEMBER.peer_id: record(command=command(1, "b"))}
+    now = 10.0
+    await agent._give(wanted("c"), "use c")
+    assert await looked(agent) == ("c",)
 
 
 async def test_commands_of_strangers_and_changed_ones_are_ignored(agent: Agent, register: FakeRegister) -> None:

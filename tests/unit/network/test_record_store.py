@@ -41,6 +41,17 @@ def test_the_latest_record_of_each_owner_is_kept_until_it_expires() -> None:
     assert (len(kept), kept.num_bytes) == (1, len("later") + RECORD_OVERHEAD_BYTES)
 
 
+def test_records_of_a_clock_that_was_set_back_make_room_for_new_ones() -> None:
+    kept, late = store(), record("of a wrong clock", 7200 + 60)
+    assert kept.put(KEY, "alice", late, NOW + 7200)
+    assert kept.put(OTHER, "bob", late, NOW + 7200)
+    assert kept.find(KEY, NOW) == {}
+    assert kept.put(KEY, "alice", record("now"), NOW)
+    assert {owner: one.value for owner, one in kept.find(KEY, NOW).items()} == {"alice": b"now"}
+    assert len(kept) == 1  # and nothing is left of the wrong clock
+    assert not kept.put(KEY, "alice", record("old", 59), NOW)
+
+
 def test_an_owner_has_a_few_keys() -> None:
     kept = store()
     taken = [kept.put(bytes([number]) * 20, "mallory", record(), NOW) for number in range(10)]

@@ -4,18 +4,19 @@ import struct
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgpack
 import pytest
 
 from swarmllm.data_structures import DIGEST_CHARS, MAX_ADDRS, MAX_ROUND_TRIPS, MAX_TTL_S, ModelRecord, ServerInfo
 from swarmllm.errors import ConfigurationError, LocalProtocolError
-from swarmllm.network.p2p.block_directory import MODELS_KEY, BlockDirectory, models_key, servers_key
+from swarmllm.network.p2p.block_directory import MODELS_KEY, BlockDirectory, Register, models_key, servers_key
 from swarmllm.network.p2p.identity import Identity, is_peer_id, verify
 from swarmllm.network.p2p.records import (
     CLOCK_TOLERANCE_S,
     MAX_VALUE_BYTES,
+    SUPERSEDE_S,
     RecordValidator,
     key_digest,
     largest_value,
@@ -233,6 +234,27 @@ async def test_each_record_outlives_the_one_before(peer: FakePeer) -> None:
     assert peer.expirations[0] == NOW + 60
     assert peer.expirations == sorted(set(peer.expirations))
     assert peer.expirations[-1] < NOW + 61
+
+
+async def test_a_clock_that_was_set_back_hides_nobody(peer: FakePeer) -> None:
+    """It was wrong at the start, until NTP came. The old record is one that nobody believes any more."""
+    now = NOW + 7200
+    book = BlockDirectory(cast(Any, peer), clock=lambda: now)
+    register = Register(cast(Any, peer), "key", ModelRecord, clock=lambda: now)
+    await book.announce(MODEL, info(), ttl_s=60)
+    await register.publish(MODEL, 20)
+    now = NOW
+    peer.expirations.clear()
+    for _ in range(2):
+        await book.announce(MODEL, info(), ttl_s=60)
+        await register.publish(MODEL, 20)
+    await book.withdraw(MODEL)
+    later = [60, 20, 60 + SUPERSEDE_S, 20 + SUPERSEDE_S, 60 + 2 * SUPERSEDE_S]
+    assert peer.expirations == pytest.approx([NOW + one for one in later])
+    now = NOW - 600  # a small step back: others still hold the record of before
+    peer.expirations.clear()
+    await book.announce(MODEL, info(), ttl_s=60)
+    assert peer.expirations == pytest.approx([NOW + 60 + 3 * SUPERSEDE_S])
 
 
 async def test_withdrawing_what_was_never_announced_says_nothing(peer: FakePeer) -> None:

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from swarmllm.data_structures import MAX_TTL_S, ModelRecord, PeerModel, ServerInfo
 from swarmllm.errors import ConfigurationError, LocalProtocolError
-from swarmllm.network.p2p.records import MAX_VALUE_BYTES, MODELS_KEY, SERVERS_PREFIX
+from swarmllm.network.p2p.records import MAX_VALUE_BYTES, MODELS_KEY, SERVERS_PREFIX, expiration_after
 
 if TYPE_CHECKING:
     from swarmllm.network.p2p.peer import Peer
@@ -29,8 +29,6 @@ logger = logging.getLogger(__name__)
 DEFAULT_TTL_S = 60.0
 WITHDRAWN = ""
 """Text of a withdrawn record. The DHT knows no deletion."""
-SUPERSEDE_S = 0.01
-"""A record must expire later than the one that it replaces, by at least this much."""
 VALUE_OVERHEAD_BYTES = 256
 """Room for a value's key name, msgpack and signature besides its text."""
 
@@ -121,7 +119,7 @@ class BlockDirectory:
         texts = dict(zip(keys, said, strict=True))
         if max(len(text.encode()) for text in said) > MAX_VALUE_BYTES - VALUE_OVERHEAD_BYTES:
             raise ConfigurationError("the announcement is too long; shorten public_name, adapters or addresses")
-        self._last_expiration = max(expiration, self._last_expiration + SUPERSEDE_S)
+        self._last_expiration = expiration_after(self._last_expiration, expiration, self._clock())
         stored = await self._peer.dht_store(texts, self._last_expiration)
         if not stored:
             logger.warning(
@@ -155,7 +153,8 @@ class Register(Generic[PeerRecord]):
         text = WITHDRAWN if record is None else record.model_dump_json(exclude_defaults=True)
         if len(text.encode()) > MAX_VALUE_BYTES - VALUE_OVERHEAD_BYTES:
             raise ConfigurationError(f"the record is too long for the DHT, with {len(text.encode())} bytes")
-        self._last_expiration = max(self._clock() + ttl_s, self._last_expiration + SUPERSEDE_S)
+        now = self._clock()
+        self._last_expiration = expiration_after(self._last_expiration, now + ttl_s, now)
         return await self._peer.dht_store({self._key: text}, self._last_expiration)
 
     async def read(self) -> dict[str, PeerRecord]:

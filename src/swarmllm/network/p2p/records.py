@@ -32,6 +32,8 @@ SERVERS_PREFIX = "swarmllm.v1.servers."
 """Prefix of the keys for the servers of a checkpoint. Its fingerprint follows."""
 CLOCK_TOLERANCE_S = 5.0
 """hivemind's nodes accept each other if their clocks differ by at most 3 s."""
+SUPERSEDE_S = 0.01
+"""A record must expire later than the one that it replaces, by at least this much."""
 MAX_VALUE_BYTES = 8 << 10
 MAX_MODEL_VALUE_BYTES = 2 << 10
 """Most bytes of an entry in the register of checkpoints: a name and a fingerprint."""
@@ -72,6 +74,20 @@ def largest_value(key: str) -> int:
     return MAX_VALUE_BYTES if _SERVERS_KEY.fullmatch(key) else 0
 
 
+def may_expire_at(expiration: float, now: float) -> bool:
+    """True unless a record expires later than any that is made now: its maker's clock was wrong, or ours was."""
+    return expiration <= now + MAX_TTL_S + CLOCK_TOLERANCE_S
+
+
+def expiration_after(last: float, wanted: float, now: float) -> float:
+    """The expiration of a record that replaces one of this peer's own, which expires at `last`.
+
+    It must be later, unless this machine's clock was set back: nobody believes the old record then, nor a later one.
+    """
+    later = last + SUPERSEDE_S
+    return max(wanted, later) if may_expire_at(later, now) else wanted
+
+
 def key_digest(name: str) -> bytes:
     """The hash that the DHT uses for a key."""
     packed: bytes = msgpack.packb(name)
@@ -101,7 +117,7 @@ class RecordValidator:
         expiration: object = record.expiration_time
         if not isinstance(value, bytes) or not SIGNATURE_BYTES < len(value) <= MAX_VALUE_BYTES:
             return False
-        if not isinstance(expiration, float) or not expiration <= self._clock() + MAX_TTL_S + CLOCK_TOLERANCE_S:
+        if not isinstance(expiration, float) or not may_expire_at(expiration, self._clock()):
             return False
         owner = _unpack(record.subkey)
         if not isinstance(owner, str) or msgpack.packb(owner) != record.subkey:
@@ -162,6 +178,10 @@ class StoredRecord:
     def num_bytes(self) -> int:
         return len(self.value) + RECORD_OVERHEAD_BYTES
 
+    def is_current(self, now: float) -> bool:
+        """False if it has expired, or if the clock was set back so far that it can't be true."""
+        return self.expiration >= now and may_expire_at(self.expiration, now)
+
 
 def nobody(_: str) -> bool:
     """Prefers no peer."""
@@ -184,10 +204,10 @@ class RecordStore:
         """Keep the record. False if there is a later one of this owner, or no room."""
         if record.expiration < now:
             return False
-        if now - self._swept_at > SWEEP_S:
+        if abs(now - self._swept_at) > SWEEP_S:  # also if the clock was set back
             self._sweep(now)
         kept = self._records.get(key, {}).get(owner)
-        if kept is not None and kept.expiration >= record.expiration:
+        if kept is not None and kept.expiration >= record.expiration and kept.is_current(now):
             return False
         if kept is not None:
             self._drop(key, owner)
@@ -199,7 +219,7 @@ class RecordStore:
 
     def find(self, key: bytes, now: float) -> dict[str, StoredRecord]:
         """The records under this key that haven't expired, by owner."""
-        return {owner: record for owner, record in self._records.get(key, {}).items() if record.expiration >= now}
+        return {owner: record for owner, record in self._records.get(key, {}).items() if record.is_current(now)}
 
     def __len__(self) -> int:
         return sum(map(len, self._records.values()))
@@ -223,7 +243,7 @@ class RecordStore:
     def _sweep(self, now: float) -> None:
         self._swept_at = now
         for key, records in list(self._records.items()):
-            for owner in [owner for owner, record in records.items() if record.expiration < now]:
+            for owner in [owner for owner, record in records.items() if not record.is_current(now)]:
                 self._drop(key, owner)
 
     def _drop(self, key: bytes, owner: str) -> None:
