@@ -124,7 +124,7 @@ def test_it_says_which_of_several_models_it_waits_for(monkeypatch: pytest.Monkey
     assert [one.name for one in asyncio.run(waiting.models())] == ["a", "b"]
     assert [model for model, _ in told] == ["a", "b", "a", "b"]
     assert [health["model"] for _, health in told] == ["a", "a", "b", "b"]
-    assert [health["missing_blocks"] for _, health in told] == [[], [], [4, 5], [4, 5]]
+    assert [health["missing_blocks"] for _, health in told] == [None, None, [4, 5], [4, 5]]
 
 
 def test_a_gap_is_told_soon() -> None:

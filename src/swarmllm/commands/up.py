@@ -86,8 +86,6 @@ class UpConfig(MachineConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("allowed_hosts", "cors_origins"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))  # accept lists as well
         for host in self.allowed_hosts:
             allowed_host(host)
         for origin in self.cors_origins:

@@ -237,7 +237,8 @@ class Waiting(Routes):
         self.config = config
         self.name = first_name(config)
         """The model that it waits for."""
-        self.missing_blocks: Sequence[int] = ()
+        self.missing_blocks: Sequence[int] | None = None
+        """None until it has looked at the swarm."""
         self.reason = "the gateway is still joining the swarm"
         """The reason for waiting, in one sentence."""
         self._real: ASGIApp | None = None
@@ -282,7 +283,7 @@ class Waiting(Routes):
 
     @get("/health")
     async def health(self, _: Request) -> Response:
-        missing = list(self.missing_blocks)
+        missing = None if self.missing_blocks is None else list(self.missing_blocks)
         found = {"status": "waiting", "model": self.name, "missing_blocks": missing, "reason": self.reason}
         return JSONResponse(found, 503, {"Retry-After": str(RETRY_AFTER_S)})
 

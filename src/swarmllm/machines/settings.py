@@ -3,7 +3,7 @@
 import socket
 from dataclasses import dataclass
 
-from swarmllm.config import in_file, require_positive
+from swarmllm.config import in_file, require_positive, take_types
 from swarmllm.errors import ConfigurationError
 from swarmllm.server.settings import memory_limit_bytes, require_device
 
@@ -37,8 +37,7 @@ class MachineConfig:
     """Multiaddresses to listen on for the other machines."""
 
     def __post_init__(self) -> None:
-        for name in ("device", "host_maddrs"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))  # accept lists as well
+        take_types(self)
         require_positive(self, "upload_mbps")
         if self.max_memory is not None:
             memory_limit_bytes(self.max_memory)
