@@ -310,7 +310,7 @@ class Agent:
         while True:
             try:
                 await self._look_once(time.monotonic())
-            except SwarmError as error:  # the network is down, or the disk is full
+            except SwarmError as error:  # the network is down
                 logger.warning("can't look at the swarm now: %s", error)
             with suppress(TimeoutError):
                 async with asyncio.timeout(SECOND_LOOK_AFTER_S if self._decider.is_considering else LOOK_S):
@@ -331,7 +331,7 @@ class Agent:
         before = self._decision
         self._decision = await in_background(partial(self._decider.look, self._facts(), now))
         if self._decision.targets != before.targets:
-            self._state.write("hosted.json", [_as_json(one) for one in self._decision.targets])
+            self._state.keep("hosted.json", [_as_json(one) for one in self._decision.targets])
         self._act(now)
         await self._store.need({*self._models.wanted, *self._models.left})
         await self._publish(now)
@@ -345,8 +345,7 @@ class Agent:
             "name": swarm.name or swarm.swarm_id[-8:], "swarm_name": swarm.swarm_id, "initial_peers": peers,
             "models": models, "places": sorted(str(one.place or "") for one in self._models.wanted.values()),
         }  # fmt: skip
-        if told != self._told:
-            self._state.write(HERE_FILE, told)
+        if told != self._told and self._state.keep(HERE_FILE, told):
             self._told = told
 
     async def _read_records(self, now: float) -> None:
@@ -366,7 +365,7 @@ class Agent:
             self.records = members
             addresses = [maddr for one in members.values() for maddr in one.initial_peers[:2]]
             if addresses:
-                self._state.write("peers.json", addresses[:64])
+                self._state.keep("peers.json", addresses[:64])
             self._note_change()
 
     def _is_member(self, record: MachineRecord) -> bool:

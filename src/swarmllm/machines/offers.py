@@ -76,7 +76,7 @@ def measure_offer(config: MachineConfig, state: StateDirectory) -> Offer:
     slowest = min(machines, key=lambda one: one.bytes_per_s)  # a token passes all devices, one after the other
     if not is_known:
         formats = dict(slowest.format_bytes_per_s)
-        state.write("speeds.json", {"hardware": hardware, "version": __version__, "formats": formats})
+        state.keep("speeds.json", {"hardware": hardware, "version": __version__, "formats": formats})
     return Offer(
         min(one.memory_bytes for one in machines) * len(machines),  # servers share blocks evenly
         slowest.bytes_per_s,

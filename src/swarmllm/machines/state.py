@@ -17,6 +17,7 @@ All files are replaced at once, so a crash at any moment leaves the old one or t
 
 import fcntl
 import json
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -30,6 +31,8 @@ from swarmllm.files import replaced
 from swarmllm.machines.records import Command
 from swarmllm.network.p2p.identity import Identity
 
+logger = logging.getLogger(__name__)
+
 NUM_KEPT_COMMANDS = 50
 
 
@@ -39,6 +42,8 @@ class StateDirectory:
     def __init__(self, path: Path) -> None:
         """Raises: ConfigurationError: it can't be made."""
         self.path = path
+        self._missed: set[str] = set()
+        """Files that `keep` couldn't write."""
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -116,7 +121,7 @@ class StateDirectory:
     def note_command(self, command: Command) -> None:
         """Add a newer command."""
         kept = [*self.commands(), command][-NUM_KEPT_COMMANDS:]
-        self.write("command.json", [one.model_dump(mode="json") for one in kept])
+        self.keep("command.json", [one.model_dump(mode="json") for one in kept])
 
     def read(self, filename: str, default: Any) -> Any:
         """The JSON in a file, or the default."""
@@ -140,6 +145,21 @@ class StateDirectory:
                     json.dump(content, file)
         except OSError as error:
             raise ConfigurationError(f"{path} can't be written: {error.strerror}") from None
+
+    def keep(self, filename: str, content: Any) -> bool:
+        """`write` a file that only a restart misses. If the disk is full, say so once; then the machine goes on.
+
+        Returns False if it couldn't be written.
+        """
+        try:
+            self.write(filename, content)
+        except ConfigurationError as error:
+            if filename not in self._missed:
+                logger.warning("%s: a restart of this machine won't know what it should hold", error)
+            self._missed.add(filename)
+            return False
+        self._missed.discard(filename)
+        return True
 
     def remove(self, filename: str) -> None:
         """Remove a file if it is there."""

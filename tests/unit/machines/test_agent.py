@@ -131,6 +131,32 @@ def test_a_full_disk_costs_no_swarm_its_key(tmp_path: Path, monkeypatch: pytest.
     assert not [*tmp_path.glob("*.new")]
 
 
+async def test_a_full_disk_keeps_no_machine_from_its_swarm(
+    agent: Agent, register: FakeRegister, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its record would expire, and the others would load its blocks."""
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.fsync", full)
+        for number in (1, 2):
+            given = command(number, f"model {number}")
+            addrs = (f"/ip4/1.2.3.{number}/tcp/4",)
+            register.others = {MEMBER.peer_id: record(command=given, addrs=addrs)}
+            assert await looked(agent, 100.0 * number) == (f"model {number}",)
+            said = register.own[-1]
+            assert said is not None
+            assert said.command == given
+    told = [one.getMessage() for one in caplog.records if "No space left" in one.getMessage()]
+    assert len(told) == 3  # once for each file: of commands, addresses, and programs here
+    assert agent._state.commands() == []
+    register.others = {MEMBER.peer_id: record(command=command(3, "model 3"))}
+    assert await looked(agent, 300.0) == ("model 3",)
+    assert [one.number for one in agent._state.commands()] == [3]
+
+
 async def test_only_members_count(agent: Agent, register: FakeRegister) -> None:
     register.others = {
         MEMBER.peer_id: record(),
