@@ -172,6 +172,14 @@ def test_files_that_are_shared(tmp_path: Path) -> None:
     assert shared == {*small, "config.json", "generation_config.json", "model.safetensors", SAMPLES}
 
 
+def test_a_model_is_used_where_nothing_can_be_remembered(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tiny_models.save_tiny("llama", tmp_path / "model")
+    (tmp_path / "known").touch()  # no directory can be made there
+    first = describe(tmp_path / "model", cache_dir=tmp_path / "known")
+    assert first == describe(tmp_path / "model")
+    assert "will be read again at the next start" in caplog.text
+
+
 def test_a_model_is_read_once_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_models.save_tiny("llama", tmp_path / "model")
     first = describe(tmp_path / "model", cache_dir=tmp_path / "known")

@@ -46,6 +46,15 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "calls"
 
 
+@pytest.mark.parametrize(
+    "settings", [{"upload_mbps": "x"}, {"device": 1}, {"public_name": True}, {"host_maddrs": None}]
+)
+def test_settings_have_the_types_that_they_declare(settings: dict[str, Any]) -> None:
+    (name,) = settings
+    with pytest.raises(ConfigurationError, match=f"^{name} must be"):
+        UpConfig(**settings)
+
+
 def test_install_and_uninstall(calls: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert up.main(["--install", "--max_memory", "50%", "--nice", "--no_lan_discovery", INVITE]) == 0
     assert "installed" in capsys.readouterr().out

@@ -27,7 +27,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from swarmllm.errors import ConfigurationError
-from swarmllm.files import replaced
+from swarmllm.files import existing_path, replaced
 from swarmllm.machines.records import Command
 from swarmllm.network.p2p.identity import Identity
 
@@ -92,7 +92,7 @@ class StateDirectory:
         Raises:
             ConfigurationError: the file is damaged.
         """
-        return Identity.load(self.swarm_key_path) if self.swarm_key_path.exists() else None
+        return None if existing_path(self.swarm_key_path) is None else Identity.load(self.swarm_key_path)
 
     def enter_swarm(self, key: Identity, *, name: str, is_open: bool) -> None:
         """Note the swarm of which this machine is a member. What it knew about another swarm is forgotten.

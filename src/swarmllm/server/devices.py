@@ -21,7 +21,7 @@ from dataclasses import asdict, replace
 from swarmllm.command_line import first_error, stop_event, unless_stopped
 from swarmllm.config import FROM_STDIN
 from swarmllm.errors import ConfigurationError, SwarmError
-from swarmllm.files import user_path
+from swarmllm.files import existing_path, user_path
 from swarmllm.network.p2p.identity import Identity
 from swarmllm.server.settings import ServerConfig
 
@@ -128,7 +128,7 @@ def _identity_path(path: str | None, index: int) -> str | None:
     if path is None or index == 0:
         return path
     derived, own = Identity.load_or_create(path).derived(f"device {index}"), user_path(f"{path}.{index}")
-    if not own.exists():
+    if existing_path(own) is None:
         derived.write(own)
     elif Identity.load(own).peer_id != derived.peer_id:
         raise ConfigurationError(f"{own} doesn't come from the identity {path}: remove it, or name another file")

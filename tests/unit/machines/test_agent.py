@@ -129,6 +129,10 @@ def test_a_full_disk_costs_no_swarm_its_key(tmp_path: Path, monkeypatch: pytest.
         state.enter_swarm(STRANGER, name="other", is_open=True)
     assert state.swarm_key_path.stat().st_mode & 0o777 == 0o600
     assert not [*tmp_path.glob("*.new")]
+    state.swarm_key_path.unlink()
+    state.swarm_key_path.symlink_to(tmp_path / "a disk that is not there")
+    with pytest.raises(ConfigurationError, match="which does not exist: mend the link"):
+        state.swarm_key()  # rather than another swarm
 
 
 async def test_a_full_disk_keeps_no_machine_from_its_swarm(

@@ -12,6 +12,7 @@ never shared.
 import base64
 import hashlib
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -61,6 +62,8 @@ from swarmllm.models.checkpoint.stored_files import (
 )
 from swarmllm.models.checkpoint.weight_files import read_index
 from swarmllm.models.published_formats.gguf import ROPE_FACTORS, head_ranges
+
+logger = logging.getLogger(__name__)
 
 SMALL_FILE_BYTES = 64 << 20
 """Assumed: the largest tokenizers have 35 MB."""
@@ -135,7 +138,10 @@ def describe(place: str | Path, *, cache_dir: Path | None = None, piece_bytes: i
         raise CorruptWeightsError(f"files of {place} changed while they were read: try again when they are complete")
     found = SharedModel(place, manifest, directory, packed, stamps)
     if known is not None:
-        _remember(known, found)
+        try:
+            _remember(known, found)
+        except OSError as error:
+            logger.warning("%s will be read again at the next start: %s", place, error)
     return found
 
 
