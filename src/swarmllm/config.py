@@ -89,7 +89,7 @@ def state_dir() -> Path:
 
 def default_log_level(default: str = "INFO") -> str:
     """Read `SWARMLLM_LOG_LEVEL`, a name of the logging module."""
-    return os.environ.get("SWARMLLM_LOG_LEVEL", default).upper()
+    return (os.environ.get("SWARMLLM_LOG_LEVEL") or default).upper()
 
 
 def hub_token() -> str | None:

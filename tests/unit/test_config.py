@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from swarmllm.config import ClientConfig, ClientModelConfig, parse_block_indices
+from swarmllm.config import (
+    ClientConfig,
+    ClientModelConfig,
+    default_initial_peers,
+    default_log_level,
+    hub_token,
+    parse_block_indices,
+)
 from swarmllm.errors import ConfigurationError
 from swarmllm.server.settings import ServerConfig
 
@@ -117,6 +124,15 @@ def test_initial_peers_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("SWARMLLM_INITIAL_PEERS", "/ip4/1 /ip4/2,/ip4/3")
     assert ClientConfig().initial_peers == ("/ip4/1", "/ip4/2", "/ip4/3")
     assert ServerConfig(model="m").initial_peers == ("/ip4/1", "/ip4/2", "/ip4/3")
+
+
+def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As programs that pass variables on make them."""
+    for name in ("SWARMLLM_LOG_LEVEL", "SWARMLLM_INITIAL_PEERS", "HF_TOKEN"):
+        monkeypatch.setenv(name, "")
+    assert (default_log_level(), default_initial_peers(), hub_token()) == ("INFO", (), None)
+    monkeypatch.setenv("SWARMLLM_LOG_LEVEL", "debug")
+    assert default_log_level() == "DEBUG"
 
 
 def test_the_port_replaces_only_an_open_one() -> None:

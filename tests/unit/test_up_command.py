@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from swarmllm.commands import up, use
 from swarmllm.commands.up import UpConfig, parse_up, unit_path, unit_text
 from swarmllm.commands.use import Page, Screen, machine_lines, model_line
 from swarmllm.errors import ConfigurationError, CorruptWeightsError
+from swarmllm.gateway.settings import GatewayConfig
 from swarmllm.invite import Invite
 from swarmllm.machines.membership import Membership
 from swarmllm.machines.state import StateDirectory
@@ -53,6 +55,13 @@ def test_settings_have_the_types_that_they_declare(settings: dict[str, Any]) -> 
     (name,) = settings
     with pytest.raises(ConfigurationError, match=f"^{name} must be"):
         UpConfig(**settings)
+
+
+@pytest.mark.parametrize("host", ["", " "])
+def test_an_empty_address_is_no_default(host: str) -> None:
+    for config in (partial(UpConfig), partial(GatewayConfig, model=("m",))):
+        with pytest.raises(ConfigurationError, match="host is empty: give an address"):
+            config(host=host)
 
 
 def test_install_and_uninstall(calls: Path, capsys: pytest.CaptureFixture[str]) -> None:

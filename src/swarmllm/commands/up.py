@@ -35,7 +35,7 @@ from swarmllm.command_line import (
 from swarmllm.config import in_file, require_addresses, state_dir
 from swarmllm.errors import ConfigurationError
 from swarmllm.files import replace_file, user_path
-from swarmllm.gateway.settings import allowed_host, require_origin
+from swarmllm.gateway.settings import allowed_host, require_host, require_origin
 from swarmllm.invite import Invite, names_invite, read_invite
 from swarmllm.machines.settings import MachineConfig
 from swarmllm.machines.state import StateDirectory
@@ -90,6 +90,8 @@ class UpConfig(MachineConfig):
             allowed_host(host)
         for origin in self.cors_origins:
             require_origin(origin)
+        if self.host is not None:
+            require_host(self.host)
         if self.port is not None and not 0 <= self.port < 65536:
             raise ConfigurationError(f"port must be 0 to 65535, not {self.port}")
         if self.install and self.uninstall:

@@ -116,6 +116,7 @@ class GatewayConfig(OfferedModels, ClientConfig, GatewayLimits):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_host(self.host)
         if not 0 <= self.port < 65536:
             raise ConfigurationError(f"port must be 0 to 65535, not {self.port}")
         for host in self.picture_hosts:
@@ -221,6 +222,12 @@ def allowed_host(text: str) -> str:
     if port is not None:
         raise ConfigurationError(f"allowed_hosts are names without ports: give {name}, not {text!r}")
     return name
+
+
+def require_host(text: str) -> None:
+    """Raise ConfigurationError if this address to listen on is empty: it could mean all networks, or the default."""
+    if not text.strip():
+        raise ConfigurationError("host is empty: give an address of this machine, 0.0.0.0 for all, or leave it out")
 
 
 def require_origin(text: str) -> None:
