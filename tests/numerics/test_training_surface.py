@@ -453,6 +453,23 @@ def test_operations_that_servers_cannot_follow(name: str, llama: Path) -> None:
         assert torch.equal(adapted(IDS, use_cache=False).logits, before)
 
 
+@pytest.mark.parametrize("targets", [["q_proj"], ["lm_head"]], ids=str)
+@pytest.mark.rotates(3)
+def test_whole_modules_are_not_those_of_each_row(targets: list[str], llama: Path) -> None:
+    """Not even where the LoRA itself is outside of the blocks. Adapters without such modules have their rows."""
+    adapted = peft.get_peft_model(
+        InProcessSwarm(llama).client, lora(target_modules=targets, modules_to_save=["o_proj"]), "whole"
+    )
+    adapted.add_adapter("small", lora(target_modules=targets, init_lora_weights=False))
+    adapted.eval().set_adapter("small")
+    names = ["small", "__base__", *["small"] * (len(IDS) - 2)]
+    expected = adapted(IDS, use_cache=False).logits[0]
+    torch.testing.assert_close(adapted(IDS, use_cache=False, adapter_names=names).logits[0], expected)
+    whole = ["whole", *names[1:]]
+    refused_twice(lambda: adapted(IDS, use_cache=False, adapter_names=whole), "whole has its own self_attn.o_proj")
+    torch.testing.assert_close(adapted(IDS, use_cache=False).logits[0], expected)
+
+
 LOHA_DROPOUT = peft.LoHaConfig(r=2, target_modules=["q_proj"], module_dropout=0.1)
 
 

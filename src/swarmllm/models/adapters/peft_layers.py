@@ -48,9 +48,9 @@ def check_config(config: Any) -> None:
         )
 
 
-def is_lora(module: nn.Module) -> bool:
-    """True if it is a layer of LoRA's."""
-    return "tuners.lora.layer.LoraLayer" in _peft_names(module)
+def takes_rows(module: nn.Module) -> bool:
+    """True if peft tells this module the adapter of each row."""
+    return not {"tuners.lora.layer.LoraLayer", "utils.other.AuxiliaryTrainingWrapper"}.isdisjoint(_peft_names(module))
 
 
 def patches_of(
@@ -67,7 +67,7 @@ def patches_of(
     """
     of_peft = _peft_names(module)
     if "utils.other.ModulesToSaveWrapper" in of_peft or "tuners.ln_tuning.layer.LNTuningLayer" in of_peft:
-        yield from _whole_patches(block_idx, path, module)
+        yield from _whole_patches(block_idx, path, module, names)
     elif "tuners.tuners_utils.BaseTunerLayer" in of_peft and not module.disable_adapters:
         where = f"{path} of block {block_idx}"
         _check_state(module, path, where)
@@ -113,13 +113,30 @@ def numbers_of(names: Any) -> dict[str, int]:
     return {name: number for number, name in enumerate(dict.fromkeys(n for n in names if n != "__base__"), start=1)}
 
 
-def _whole_patches(block_idx: int, path: str, module: Any) -> Iterator[tuple[Patch, list[Tensor]]]:
+def _whole_patches(
+    block_idx: int, path: str, module: Any, names: list[str] | None
+) -> Iterator[tuple[Patch, list[Tensor]]]:
     """A patch for each parameter of a module that is trained as a whole, in place of the block's own."""
     copies = module.modules_to_save if hasattr(module, "modules_to_save") else module.ln_tuning_layers
-    for name in () if module.disable_adapters else module.active_adapters:
+    if not module.disable_adapters:
+        check_rows(copies, names, f"{path} of block {block_idx}")
+    for name in () if module.disable_adapters or names is not None else module.active_adapters:
         for key, parameter in copies[name].named_parameters() if name in copies else ():
             shapes = (tuple(parameter.shape),)
             yield Patch(block=block_idx, path=f"{path}.{key}", kind="tensor", shapes=shapes), [parameter]
+
+
+def check_rows(copies: Any, names: list[str] | None, where: str) -> None:
+    """Refuse an adapter for each row, where one of these has a copy of a whole module.
+
+    Raises:
+        ConfigurationError: one has.
+    """
+    if found := [name for name in names or () if name in copies]:
+        raise ConfigurationError(
+            f"adapter_names works with LoRA alone, and {found[0]} has its own {where} (modules_to_save): call the model "
+            "with each such adapter by itself, after set_adapter()"
+        )
 
 
 def _dropout(module: Any, name: str, kind: str, where: str, begins: bool) -> float:

@@ -40,9 +40,9 @@ from swarmllm.models.shell.hollow_modules import (
     close_hooks,
     fix_children,
     hollow_out,
-    is_row_hook,
     own_parameter,
     refuse_change,
+    row_names,
 )
 from swarmllm.models.shell.playback import open_to_hooks, playback
 
@@ -237,8 +237,8 @@ class BlockAdapters:
         self._known: weakref.WeakKeyDictionary[BlockAdapter, Tensor] = weakref.WeakKeyDictionary()
         """The values, in one dimension, of adapters that the last forward or a session still uses."""
         self._finding = threading.Lock()
-        self._lora: nn.Module | None = None
-        """Any layer of LoRA's: peft hangs the adapters of rows on all of them."""
+        self._with_rows: nn.Module | None = None
+        """Any module of peft's that it tells the adapters of rows: it hangs them on all of these."""
         self._modules = [
             (idx, path, one) for idx, block in blocks.hollow.items() for path, one in block.named_modules()
         ]
@@ -320,8 +320,7 @@ class BlockAdapters:
 
     def row_names(self) -> list[str] | None:
         """The adapter of each row, while peft wants several in one batch."""
-        hooks: Iterable[Any] = () if self._lora is None else reversed(self._lora._forward_pre_hooks.values())
-        return next((list(hook.keywords["adapter_names"]) for hook in hooks if is_row_hook(hook)), None)  # the last
+        return row_names(self._with_rows)
 
     def numbers(self, batch_size: int, seq_len: int) -> Tensor | None:
         """`[batch, seq]`: the number of each token's adapter, while peft wants several in one batch.
@@ -332,14 +331,14 @@ class BlockAdapters:
         names = self.row_names()
         if names is None:
             return None
-        layer: Any = self._lora
+        layer: Any = self._with_rows
         layer._check_forward_args(range(batch_size), adapter_names=names)
         numbers = peft_layers.numbers_of(names)
         return torch.tensor([numbers.get(name, 0) for name in names])[:, None].expand(batch_size, seq_len).contiguous()
 
     def _of_tuners(self, peft_configs: dict[str, Any], begins: bool = False) -> _Found:
         """Adapters of peft; `begins`: they have just been added."""
-        self._lora, self._tuned, self._places = None, [], []
+        self._with_rows, self._tuned, self._places = None, [], []
         if not peft_configs:
             return []
         for config in peft_configs.values():
@@ -353,7 +352,7 @@ class BlockAdapters:
         self._places = [
             (parent, name, one) for parent, name, one in children if one is not None and "_active_adapter" in vars(one)
         ]
-        self._lora = next((one for _, _, one in modules if peft_layers.is_lora(one)), None)
+        self._with_rows = next((one for _, _, one in modules if peft_layers.takes_rows(one)), None)
         names = self.row_names()
         return [found for one in modules for found in peft_layers.patches_of(*one, names, begins)]
 

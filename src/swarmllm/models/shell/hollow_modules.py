@@ -11,7 +11,7 @@ Made by `hollow_blocks`. Knows neither adapters nor the network.
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cache, partial
 from typing import Any, NamedTuple, Never, Self
 
@@ -78,6 +78,12 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 def is_row_hook(hook: Any) -> bool:
     """True if it is peft's hook that tells a layer the adapter of each row: servers are told as well."""
     return isinstance(hook, partial) and "adapter_names" in hook.keywords
+
+
+def row_names(module: nn.Module | None) -> list[str] | None:
+    """The adapter of each row, while peft wants several in one batch and has told this module."""
+    hooks: Iterable[Any] = () if module is None else reversed(module._forward_pre_hooks.values())
+    return next((list(hook.keywords["adapter_names"]) for hook in hooks if is_row_hook(hook)), None)  # the last
 
 
 def close_hooks(module: nn.Module, where: ModulePlace) -> None:
