@@ -185,6 +185,47 @@ def test_prompts_that_peft_freezes(
         model.load_trained(tmp_path / "none")
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_prompts_of_adapters(mode: str, llama: Path, swarm: LocalSwarm, tmp_path: Path) -> None:
+    """`modules_to_save`: each adapter has prompts of its own, which peft saves with it; without it are the model's."""
+    ids = prompt(2)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], modules_to_save=["tuned_prompts"])
+
+    def results(model: Any) -> list[Tensor]:
+        text = model.generate(input_ids=ids, max_new_tokens=4, do_sample=False)
+        return [model(input_ids=ids).logits.detach(), text]
+
+    with swarm_model(llama, swarm, mode) as model:
+        trained_values(model)
+        model.save_pretrained(tmp_path / "prompts")
+        without = results(model)
+        adapted = peft.get_peft_model(model, config, "one").eval()
+        adapted.add_adapter("two", peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"]))
+        assert all(torch.equal(*pair) for pair in zip(results(adapted), without, strict=True))
+        optimizer = torch.optim.SGD([one for one in adapted.parameters() if one.requires_grad], lr=1.0)
+        adapted(input_ids=ids, labels=ids).loss.backward()
+        trained = dict(model.tuned_prompts.modules_to_save["one"].named_parameters())
+        assert len(trained) == 1 + (mode == "deep_ptune")
+        assert all(one.grad is not None and float(one.grad.abs().max()) > 0 for one in trained.values())
+        optimizer.step()
+        expected = results(adapted)
+        assert not torch.equal(expected[0], without[0])
+        with adapted.disable_adapter():
+            assert all(torch.equal(*pair) for pair in zip(results(adapted), without, strict=True))
+        with pytest.raises(ConfigurationError, match=r"one has its own tuned_prompts \(modules_to_save\)"):
+            adapted(input_ids=ids, adapter_names=["one", "__base__"])
+        adapted.set_adapter("two")
+        assert all(torch.equal(*pair) for pair in zip(results(adapted), without, strict=True))
+        adapted.save_pretrained(tmp_path)
+        before = pytest.raises(WeightsMismatchError, match=r"has its own tuned_prompts: load .* before the adapter")
+        with before:
+            model.load_trained(tmp_path / "prompts")
+    with swarm_model(llama, swarm, mode) as model:
+        model.load_trained(tmp_path / "prompts")
+        adapted = peft.PeftModel.from_pretrained(model, tmp_path / "one")
+        assert all(torch.equal(*pair) for pair in zip(results(adapted), expected, strict=True))
+
+
 def test_a_classifier_with_deep_prompts_learns(llama: Path, swarm: LocalSwarm) -> None:
     ids, labels = prompt(4), torch.tensor([0, 1, 1, 0])
     torch.manual_seed(0)  # of the prompts and the head

@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 _OF_PEFT = re.compile("|".join(rf"\b{re.escape(one)}" for one in sorted({*PEFT_TYPE_TO_PREFIX_MAPPING.values()})))
 """In the names of tensors that peft has put into a model, and saves itself."""
+_OF_ADAPTERS = re.compile(r"(\w+)\.(modules_to_save|original_module)\.")
+"""In the names of tensors of whole modules that adapters of peft have copies of."""
 OWN_TENSORS = "swarmllm_client.safetensors"
 HEAD_SETTINGS = ("id2label", "label2id", "problem_type", "pad_token_id")
 """Fields of the config that `load_trained` takes over: heads and pipelines read them, and no tensor shows them."""
@@ -192,6 +194,11 @@ def load_trained(model: Any, directory: str | Path) -> None:
 def _require_fit(model: Any, directory: str, saved_class: str, found: dict[str, Tensor]) -> None:
     """Raise WeightsMismatchError or CorruptWeightsError unless these tensors can be those of the model."""
     own, frozen = model.state_dict(), _names_of_frozen_blocks(model)
+    for name in sorted(own.keys() - found.keys()):
+        if (module := _OF_ADAPTERS.search(name)) and not name.startswith(frozen):
+            raise WeightsMismatchError(
+                f"an adapter in the model has its own {module[1]}: load {directory} before the adapter is added"
+            )
     for name in sorted(own.keys() | found.keys()):
         if name not in found and name.startswith(frozen):
             continue

@@ -134,8 +134,8 @@ def check_rows(copies: Any, names: list[str] | None, where: str) -> None:
     """
     if found := [name for name in names or () if name in copies]:
         raise ConfigurationError(
-            f"adapter_names works with LoRA alone, and {found[0]} has its own {where} (modules_to_save): call the model "
-            "with each such adapter by itself, after set_adapter()"
+            f"adapter_names works with LoRA alone, and {found[0]} has its own {where} (modules_to_save): call the "
+            "model with each such adapter by itself, after set_adapter()"
         )
 
 

@@ -47,7 +47,7 @@ from swarmllm.models.shell.blocks_proxy import BlocksRunner, Call, calling
 from swarmllm.models.shell.hollow_blocks import BlockAdapters
 from swarmllm.models.shell.hollow_modules import ModulePlace, close_hooks, fix_children, remove_row_hooks
 from swarmllm.models.shell.remote_cache import CacheSession, RemoteCache
-from swarmllm.models.shell.tuned_prompts import TunedPrefix, TunedPrefixCache, TunedPrompts
+from swarmllm.models.shell.tuned_prompts import TunedPrefix, TunedPrefixCache, TunedPrompts, prompts_in_use
 
 logger = logging.getLogger(__name__)
 
@@ -292,7 +292,7 @@ class ClientShell:
             raise ConfigurationError("the text is empty: give generate() at least one row")
         # Prompt lookup also sends guesses beyond the last token, and they need room.
         room = 1 + (generation_config.prompt_lookup_num_tokens or 0) + SOFT_PROMPT_ROOM
-        room += 0 if self.tuned_prompts is None else len(self.tuned_prompts)
+        room += len(prompts_in_use(self) or ())
         cache = self.new_remote_cache(batch_size * _rows_per_prompt(generation_config), max_cache_length + room)
         if generation_config.is_assistant:
             cache.activate_past_recording()
@@ -320,7 +320,7 @@ class ClientShell:
         """Make a cache of `batch_size` rows for the user's session, or for a new session if the user has none."""
         session = self.active_cache_session() or self.swarm_runner.new_cache_session(batch_size, max_length)
         cache = RemoteCache(self.config, session, batch_size)
-        cache.num_hidden = 0 if self.tuned_prompts is None else len(self.tuned_prompts)
+        cache.num_hidden = len(prompts_in_use(self) or ())
         return cache
 
 
@@ -390,7 +390,7 @@ def cache_of_call(
             if prefix is None
             else "with peft's prefix tuning, call the model outside of inference sessions"
         )
-    length = given.shape[1] + sum(len(before) for before in (prefix, shell.tuned_prompts) if before is not None)
+    length = given.shape[1] + sum(len(before) for before in (prefix, prompts_in_use(shell)) if before is not None)
     asked = kwargs.get("use_cache") is not None or length > shell.swarm_runner.longest_row()
     at_once = asked and not torch.is_grad_enabled()
     opened = _of_generate(prefix, shell, batch_size) if at_once else None

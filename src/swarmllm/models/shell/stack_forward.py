@@ -60,7 +60,13 @@ from swarmllm.models.boundary.inner_states import InnerStates
 from swarmllm.models.shell.blocks_proxy import Call, calling, current_call
 from swarmllm.models.shell.client_shell import ShellStack, cache_of_call, note_spent
 from swarmllm.models.shell.remote_cache import RemoteCache
-from swarmllm.models.shell.tuned_prompts import TunedPrefix, TunedPrefixCache, TunedPrompts, text_mask, whole_length
+from swarmllm.models.shell.tuned_prompts import (
+    TunedPrefix,
+    TunedPrefixCache,
+    prompts_in_use,
+    text_mask,
+    whole_length,
+)
 
 NO_HIDDEN = torch.empty(0)
 """Hidden states that the model's code has not computed yet."""
@@ -96,7 +102,7 @@ def adopt_stack(model: PreTrainedModel, of_shell: ShellStack) -> None:
         if not of_shell.takes_audio:
             _given(self, kwargs)
         cache, prefix = cache_of_call(shell, self.config, kwargs, name) if takes_cache else (None, None)
-        prompts: TunedPrompts | None = shell.tuned_prompts
+        prompts = prompts_in_use(shell)
         if prompts is not None and inner is not None and inner.attentions:
             raise ConfigurationError("with tuning_mode there are no attentions of the text alone: leave them out")
         with_prompts = prompts is not None and prompts.prepend(self, kwargs, cache)
@@ -328,7 +334,7 @@ def _adapter(
     """(the adapter of the blocks, the parameters that are trained)."""
     adapters, stack = of_shell.adapters, of_shell.module
     goes_on = cache is not None and cache.session.position > 0
-    in_blocks = prefix if prefix is not None else shell.tuned_prompts
+    in_blocks = prefix if prefix is not None else prompts_in_use(shell)
 
     def prompts() -> Iterator[tuple[Patch, list[Tensor]]]:
         return iter(()) if in_blocks is None else in_blocks.patches()
@@ -345,7 +351,7 @@ def _adapter(
     tuners = getattr(shell, "peft_config", None) or {}
     adapter, trained = adapters.collect(tuners, prompts(), shell.device.type)
     if tuners and torch.is_grad_enabled() and any(one.requires_grad for one in trained):
-        shell.swarm_notices.tell_of_prompts(shell.tuned_prompts)
+        shell.swarm_notices.tell_of_prompts(prompts_in_use(shell))
     if cache is not None:
         cache.note_adapter(adapter, shell.training, stamp)
     return adapter, () if goes_on else trained

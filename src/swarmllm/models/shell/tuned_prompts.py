@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -30,8 +31,10 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from swarmllm.data_structures import Patch
 from swarmllm.errors import ConfigurationError
 from swarmllm.models.adapters.block_adapter import MAX_PROMPTS
+from swarmllm.models.adapters.peft_layers import check_rows
 from swarmllm.models.architecture import decoder_stack, is_encoder, text_config
 from swarmllm.models.boundary.phantom_cache import PhantomCache
+from swarmllm.models.shell.hollow_modules import row_names
 from swarmllm.models.shell.remote_cache import RemoteCache
 
 MODES = ("ptune", "deep_ptune")
@@ -113,6 +116,22 @@ class TunedPrompts(nn.Module):
 
     def _dropped(self, hidden: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         return tuple(None if one is None else one[:, len(self) :] for one in hidden)
+
+
+def prompts_in_use(model: PreTrainedModel) -> TunedPrompts | None:
+    """The prompts of the next forward: those of peft's active adapter, if it has its own (`modules_to_save`).
+
+    Raises:
+        ConfigurationError: peft wants an adapter for each row, and one of these has its own.
+    """
+    found: Any = model.tuned_prompts
+    if not isinstance(found, ModulesToSaveWrapper):
+        return found
+    copies, active = found.modules_to_save, found.active_adapters
+    if found.disable_adapters or not active or any(name not in copies for name in active):
+        return found.original_module
+    check_rows(copies, row_names(found), "tuned_prompts")
+    return copies[active[0]]
 
 
 def attach_prompts(
