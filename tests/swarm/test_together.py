@@ -8,13 +8,16 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from together_homes import (
     HERE,
     LENGTH,
@@ -30,7 +33,7 @@ from together_homes import (
 )
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from swarmllm.errors import ConfigurationError
+from swarmllm.errors import ConfigurationError, MissingBlocksError
 from swarmllm.invite import read_invite
 from swarmllm.network.p2p.identity import Identity, lock_identity
 from swarmllm.network.p2p.peer import Peer
@@ -335,7 +338,9 @@ def test_strangers_are_refused(tmp_path: Path) -> None:
     ("arguments", "mend"),
     [
         ({"every": 0}, "every must be 1 step or more"),
+        ({"every": "50"}, "every must be 1 step or more, not '50'"),
         ({"run": ""}, "the run has no name"),
+        ({"run": Path("./none.swarm")}, r"can't read the invite in none\.swarm"),
         ({"run": "swarm:e30"}, "take the one that a home of the run printed"),
         ({"run": "swarm:x"}, "is damaged"),
     ],
@@ -363,6 +368,65 @@ def test_a_directory_is_one_home_s(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match="can't make"), Together(optimizer, "r", directory=tmp_path / "file"):
         pass
+
+
+@pytest.mark.parametrize(
+    ("settings", "mend"),
+    [
+        ({"patience_s": "5"}, "patience_s must be a number, not '5'"),
+        ({"noise_multiplier": float("inf")}, "noise_multiplier must be at least 0, and finite"),
+        ({"clip_norm": float("inf")}, "clip_norm must be above 0, and finite"),
+        ({"common_texts": {"a": 1}}, "common_texts must be a list of texts"),
+    ],
+)
+def test_settings_that_make_no_sense(settings: dict[str, Any], mend: str) -> None:
+    with pytest.raises(ConfigurationError, match=mend):
+        RunSettings(**settings)
+    assert RunSettings(common_texts="one text").common_texts == ("one text",)  # type: ignore[arg-type]
+
+
+def test_an_optimizer_of_accelerate(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    layer = torch.nn.Linear(4, 4)
+    model, optimizer = accelerator.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.05))
+    settings = RunSettings(host_maddrs=HERE)
+    with Together(optimizer, "r", 2, directory=tmp_path, settings=settings, model=model) as run:
+        with pytest.raises(ConfigurationError, match="a step has 0 tokens or more, not -1"):
+            run.count(-1)
+        for _ in range(4):
+            accelerator.backward(model(torch.ones(1, 4)).sum())
+            optimizer.step()
+    assert run.round == 2
+
+
+def test_a_measurement_that_fails_moves_nothing_twice(tmp_path: Path) -> None:
+    """Servers that don't answer while the shared values are measured cost this step an error, and nothing else."""
+    found = []
+    for fails in (False, True):
+        layer = torch.nn.Linear(4, 4)
+        torch.nn.init.ones_(layer.weight)
+        torch.nn.init.zeros_(layer.bias)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.05)
+        measured: list[float] = []
+
+        def loss_of(_: Sequence[str], measured: list[float] = measured, fails: bool = fails) -> float:
+            measured.append(1.0)
+            if fails and len(measured) == 3:  # of the own values twice, and then of the new shared ones
+                raise MissingBlocksError([0])
+            return 1.0
+
+        settings = RunSettings(host_maddrs=HERE, common_texts=("a",), in_background=False)
+        with Together(
+            optimizer, "r", 2, directory=tmp_path / str(fails), settings=settings, loss_of=loss_of, model=layer
+        ) as run:
+            for step in range(6):
+                layer(torch.ones(1, 4)).square().sum().backward()
+                with pytest.raises(MissingBlocksError) if fails and step == 1 else nullcontext():
+                    optimizer.step()
+                optimizer.zero_grad()
+        found.append(layer.weight.detach().clone())
+        assert run.round == 3
+    assert torch.equal(*found)
 
 
 def test_nothing_to_train_is_told(tmp_path: Path) -> None:
@@ -473,7 +537,36 @@ def test_a_callback_of_transformers_trainer(tmp_path: Path) -> None:
     assert reported[1]["together_own_loss"] == log[0]["own_loss"]
     assert reported[-1]["together_shared_loss"] == pytest.approx(held_out_loss(first))
     assert reported[-1]["together_homes"] == 1
+    with pytest.raises(ConfigurationError, match="set load_best_model_at_end=False"):
+        run.on_train_begin(SimpleNamespace(load_best_model_at_end=True), None, None)
     again, run, _ = train(8, resume=True)
     assert run.together is not None
     assert run.together.round == 4
     assert not torch.equal(first.lm_head.weight, again.lm_head.weight)
+
+
+def test_a_callback_begins_again_after_an_error(tmp_path: Path) -> None:
+    """Servers may be lost in training; in a notebook, the next cell trains again."""
+    rows = [{"input_ids": row, "labels": row} for row in texts(0, 24, [1])]
+    run = TogetherCallback("a run", 2, directory=tmp_path / "home", settings=RunSettings(host_maddrs=HERE))
+    quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "save_strategy": "no"}
+    arguments = TrainingArguments(str(tmp_path / "trainer"), max_steps=4, learning_rate=LR, **quiet)
+    trainer = Trainer(model=untrained_model(), args=arguments, train_dataset=rows, callbacks=[Lost()])
+    run.add_to(trainer)
+    with pytest.raises(MissingBlocksError):
+        trainer.train()
+    trainer.train()
+    assert run.together is not None
+    assert run.together.round == 3
+
+
+class Lost(TrainerCallback):
+    """Fails once, after the third step."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.steps += 1
+        if self.steps == 3:
+            raise MissingBlocksError([0])

@@ -68,7 +68,7 @@ def text_loss(model: Any, tokenizer: Any, texts: Sequence[str]) -> float:
     ids = sorted((row for row in ids if len(row) > 1), key=len)
     if not ids:
         raise ConfigurationError("the common texts have no token to predict: give longer ones")
-    total, was_training = 0.0, model.training
+    total, modes = 0.0, {module: module.training for module in model.modules()}
     model.eval()
     try:
         for start in range(0, len(ids), ROWS):
@@ -80,5 +80,6 @@ def text_loss(model: Any, tokenizer: Any, texts: Sequence[str]) -> float:
             found = model(input_ids=filled.to(model.device), attention_mask=mask.long().to(model.device), labels=labels)
             total += found.loss.item() * sum(len(row) - 1 for row in rows)
     finally:
-        model.train(was_training)
+        for module, was_training in modes.items():  # some may be in eval mode while others train
+            module.training = was_training
     return total / sum(len(row) - 1 for row in ids)

@@ -36,6 +36,8 @@ WAYS = 4
 """Most addresses of a home by which it is looked for."""
 MAX_KEPT_ADDRS = 64
 HOMES_FILE = "homes.txt"
+MAX_TOLD = 1 << 53
+"""Most tokens of a run in a record. JavaScript's numbers count no further."""
 
 
 class RunRecord(PeerModel):
@@ -46,7 +48,7 @@ class RunRecord(PeerModel):
     name: Annotated[PeerText, Field(max_length=64)] = ""
     round: RoundNumber = 0
     digest: Digest = "0" * 64
-    tokens: Annotated[int, Field(ge=0, le=1 << 53)] = 0
+    tokens: Annotated[int, Field(ge=0, le=MAX_TOLD)] = 0
     loss: Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False)] | None = None
 
 

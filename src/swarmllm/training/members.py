@@ -28,7 +28,7 @@ from swarmllm.network.wire.protocol import FrameStream, hello, raise_error, send
 from swarmllm.training import common_texts
 from swarmllm.training.differences import MAX_PAST, Difference, Rules, SharedState, limits, unpack
 from swarmllm.training.exchange import FETCH_S, Counts, Exchange
-from swarmllm.training.homes import Homes, RunRecord
+from swarmllm.training.homes import MAX_TOLD, Homes, RunRecord
 from swarmllm.training.rounds import (
     MAX_MEMBERS,
     Adopt,
@@ -308,7 +308,7 @@ class Members:
             name=self.me.name,
             round=position.round if position else 0,
             digest=position.digest if position else "0" * 64,
-            tokens=self.state.tokens,
+            tokens=min(self.state.tokens, MAX_TOLD),  # sums of claims
         )
 
     async def _keep_looking(self) -> None:

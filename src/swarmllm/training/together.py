@@ -23,8 +23,9 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from swarmllm.client.view.event_loop import EventLoop
+from swarmllm.config import take_types
 from swarmllm.errors import ConfigurationError, PeerUnreachableError
-from swarmllm.files import create_private_file, read_text, replace_file, user_path
+from swarmllm.files import create_private_file, read_text, replace_file, replaced, user_path
 from swarmllm.invite import Invite, names_invite, read_invite, unpack_invites
 from swarmllm.network.p2p.addresses import on_port, port_of
 from swarmllm.network.p2p.identity import Identity, lock_identity
@@ -81,14 +82,15 @@ class RunSettings:
     """Addresses for others, if they differ."""
 
     def __post_init__(self) -> None:
+        take_types(self)
         ranges = {
             "outer_lr": (0 < self.outer_lr <= 10, "above 0, and at most 10"),
             "outer_momentum": (0 <= self.outer_momentum < 1, "at least 0, and below 1"),
             "trim": (0 <= self.trim < 0.5, "at least 0, and below 0.5"),
             "wait_for": (1 <= self.wait_for <= MAX_HOMES_HERE, f"1 to {MAX_HOMES_HERE} homes"),
             "patience_s": (self.patience_s > 0, "above 0"),
-            "noise_multiplier": (self.noise_multiplier >= 0, "at least 0"),
-            "clip_norm": (self.clip_norm > 0, "above 0"),
+            "noise_multiplier": (0 <= self.noise_multiplier < math.inf, "at least 0, and finite"),
+            "clip_norm": (0 < self.clip_norm < math.inf, "above 0, and finite"),
         }
         for name, (is_right, words) in ranges.items():
             if not is_right:
@@ -111,7 +113,7 @@ class Together:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        run: str,
+        run: str | Path,
         every: int = 50,
         *,
         directory: str | Path | None = None,
@@ -120,10 +122,11 @@ class Together:
         loss_of: Callable[[Sequence[str]], float] | None = None,
         model: Any = None,
     ) -> None:
-        if not run:
+        if not str(run):
             raise ConfigurationError("the run has no name: give one, or the invite of another home")
-        if every < 1:
-            raise ConfigurationError(f"every must be 1 step or more, not {every}")
+        if type(every) is not int or every < 1:
+            raise ConfigurationError(f"every must be 1 step or more, not {every!r}")
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper calls no hooks
         self.optimizer, self.every, self.settings = optimizer, every, settings or RunSettings()
         self._parameters = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
         size = sum(one.numel() for one in self._parameters)
@@ -137,7 +140,8 @@ class Together:
         self._trained = description(optimizer, model)
         if not self._trained:
             logger.warning("homes compare shapes only: give Together the model, and they see if they train the same")
-        self._run, self._peers, self._chosen_directory = run, tuple(initial_peers), directory
+        self._run, self._chosen_directory = str(run), directory
+        self._peers = (initial_peers,) if isinstance(initial_peers, str) else tuple(initial_peers)
         self._loop: EventLoop | None = None
         self._members: Members | None = None
         self._shared: SharedState | None = None
@@ -266,7 +270,13 @@ class Together:
     # Training
 
     def count(self, tokens: int, loss: float | None = None) -> None:
-        """Say what a step was: its tokens, and its loss. Others see sums and means of them."""
+        """Say what a step was: its tokens, and its loss. Others see sums and means of them.
+
+        Raises:
+            ConfigurationError: no step has less than 0 tokens.
+        """
+        if int(tokens) < 0:
+            raise ConfigurationError(f"a step has 0 tokens or more, not {int(tokens)}")
         self._tokens += int(tokens)
         if loss is not None:
             self._losses.append(float(loss))
@@ -314,11 +324,13 @@ class Together:
             if self._sent is not None and state.counted.get(self._the_members.me.own.peer_id) == self._sent[0]:
                 move += self._sent[1]
             own = self._flat() + move
-            if self._loss_of is not None:
-                self._write(state.values)
-                self.shared_loss = self._measured()
-            self._write(own)
-        self._shared, self._sent = state, None
+            self._shared, self._sent = state, None
+            try:
+                if self._loss_of is not None:
+                    self._write(state.values)
+                    self.shared_loss = self._measured()
+            finally:  # the own values move once, even if servers don't answer now
+                self._write(own)
 
     def _wait_for_news(self) -> None:
         assert self._shared is not None
@@ -410,7 +422,8 @@ class Together:
     def _keep_texts(self, data: bytes) -> None:
         assert self.directory is not None
         if data:
-            (self.directory / TEXTS_FILE).write_bytes(data)
+            with replaced(self.directory / TEXTS_FILE) as path:
+                path.write_bytes(data)
             self._texts = common_texts.unpacked(data, str(common_texts.digest(data)))
 
     def _home_directory(self, name: str) -> tuple[Path, Identity]:

@@ -1,10 +1,12 @@
 """A run as a callback of transformers' Trainer."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback
 
+from swarmllm.errors import ConfigurationError
 from swarmllm.training.common_texts import text_loss
 from swarmllm.training.together import Together
 
@@ -16,10 +18,10 @@ class TogetherCallback(TrainerCallback):
     `add_to(trainer)` also puts the run's figures into the Trainer's logs, for all of its reports (`report_to`). With
     `callbacks=[…]` they are in its `log_history` and its progress bar only. Tokens are counted with
     `TrainingArguments(include_num_input_tokens_seen="non_padding")`. After an error in training, `close()` leaves the
-    run.
+    run, and so does another `train()`, which begins again.
     """
 
-    def __init__(self, run: str, every: int = 50, **options: Any) -> None:
+    def __init__(self, run: str | Path, every: int = 50, **options: Any) -> None:
         self._run, self._every, self._options = run, every, options
         self._tokens = 0
         self._trainer: Trainer | None = None
@@ -32,13 +34,18 @@ class TogetherCallback(TrainerCallback):
         trainer.callback_handler.callbacks.insert(0, self)  # reports come later and log what this one has added
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])  # without accelerate's wrapper
+        self.close()  # an error has ended the training before
+        if args.load_best_model_at_end:
+            raise ConfigurationError(
+                "a run ends with the shared values of all homes, not with a checkpoint of this one: set "
+                "load_best_model_at_end=False"
+            )
         self._tokens = state.num_input_tokens_seen
         options, tokenizer = dict(self._options), kwargs.get("processing_class")
         if isinstance(tokenizer, PreTrainedTokenizerBase):
             options.setdefault("loss_of", partial(text_loss, kwargs["model"], tokenizer))
         options.setdefault("model", kwargs.get("model"))
-        self.together = Together(optimizer, self._run, self._every, **options)
+        self.together = Together(kwargs["optimizer"], self._run, self._every, **options)
         self.together.__enter__()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -54,9 +54,11 @@ def letters(text: str, truncation: bool, max_length: int) -> Any:
 def test_every_token_counts_once() -> None:
     """Texts of very different lengths, in several batches; one has nothing to predict."""
     model = Bigrams().train()
+    model.frozen = torch.nn.Dropout().eval()
     texts = ["ab" * 300, "ac", "x", *(["az" * 2] * 9)]
     distances = [1] * 511 + [2] + [25] * 3 * 9  # 512 tokens of the first
     assert text_loss(model, letters, texts) == pytest.approx(sum(distances) / len(distances))
     assert model.training
+    assert not model.frozen.training
     with pytest.raises(ConfigurationError, match="no token to predict"):
         text_loss(model, letters, ["x"])

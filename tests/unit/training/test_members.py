@@ -2,7 +2,10 @@
 
 import asyncio
 import hashlib
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
@@ -81,3 +84,10 @@ def test_a_wrong_answer_ends_the_search(tmp_path: Path) -> None:
         assert offer(wanted).entry not in home.rounds.needed()
 
     asyncio.run(scene())
+
+
+def test_a_home_can_be_found_however_many_tokens_others_claim(tmp_path: Path) -> None:
+    home: Any = members(tmp_path)
+    home._peer = SimpleNamespace(addrs=())
+    home.state = replace(home.state, tokens=1 << 60)
+    assert home._record().tokens == 1 << 53
