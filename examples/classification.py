@@ -18,9 +18,11 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftConfig, PromptTuningConfig, TaskType, get_peft_model
 from runs import (
+    above_zero,
     at_least_one,
     check_resumes,
     default_model,
+    directory,
     run,
     save_loss_curve,
     settings,
@@ -88,8 +90,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Trains a classifier through a swarm.")
     parser.add_argument("--method", choices=("lora", "prompt"), default="lora")
     parser.add_argument("--steps", type=at_least_one, default=40)
-    parser.add_argument("--lr", type=float, help="default: 0.005 for LoRA, 0.05 for soft prompts")
-    parser.add_argument("--output_dir", type=Path, default=Path("runs/classification"))
+    parser.add_argument("--lr", type=above_zero, help="default: 0.005 for LoRA, 0.05 for soft prompts")
+    parser.add_argument("--output_dir", type=directory, default=Path("runs/classification"))
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --output_dir")
     parser.add_argument("--model", default=default_model(), help="default: the model that comes with swarmllm")
     parser.add_argument("--initial_peers", nargs="+", help="an existing swarm; default: one on this machine")

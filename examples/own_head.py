@@ -15,7 +15,17 @@ from typing import Any
 
 import torch
 from classification import examples
-from runs import at_least_one, default_model, run, save_loss_curve, step_line, swarm_for, tokenizer_of
+from runs import (
+    above_zero,
+    at_least_one,
+    default_model,
+    directory,
+    run,
+    save_loss_curve,
+    step_line,
+    swarm_for,
+    tokenizer_of,
+)
 from torch import Tensor, nn
 
 from swarmllm import AutoDistributedModelForCausalLM
@@ -51,8 +61,8 @@ def batch_of(rows: list[dict[str, Any]]) -> list[tuple[Tensor, Tensor]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Trains prompts and a head of one's own through a swarm.")
     parser.add_argument("--steps", type=at_least_one, default=60)
-    parser.add_argument("--lr", type=float, default=0.005)
-    parser.add_argument("--output_dir", type=Path, default=Path("runs/own_head"))
+    parser.add_argument("--lr", type=above_zero, default=0.005)
+    parser.add_argument("--output_dir", type=directory, default=Path("runs/own_head"))
     parser.add_argument("--model", default=default_model(), help="default: the model that comes with swarmllm")
     parser.add_argument("--initial_peers", nargs="+", help="an existing swarm; default: one on this machine")
     args = parser.parse_args()

@@ -12,31 +12,27 @@ import contextlib
 
 import torch
 from peft import PromptTuningConfig, TaskType, get_peft_model
-from transformers import AutoTokenizer
+from runs import above_zero, at_least_one, default_model, run, swarm_for, tokenizer_of
 
-from swarmllm import AutoDistributedModelForCausalLM, LocalSwarm, embedded_model_path
+from swarmllm import AutoDistributedModelForCausalLM
 
 TEXT = "The little robot painted the moon green, because nobody had told it not to."
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Trains soft prompts through a swarm.")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--lr", type=float, default=0.3)
-    parser.add_argument("--num_virtual_tokens", type=int, default=16)
-    parser.add_argument("--model", default=None, help="default: the model that comes with swarmllm")
+    parser.add_argument("--steps", type=at_least_one, default=60)
+    parser.add_argument("--lr", type=above_zero, default=0.3)
+    parser.add_argument("--num_virtual_tokens", type=at_least_one, default=16)
+    parser.add_argument("--model", default=default_model(), help="default: the model that comes with swarmllm")
     parser.add_argument("--initial_peers", nargs="+", help="an existing swarm; default: one on this machine")
     args = parser.parse_args()
-    model_path = args.model or str(embedded_model_path())
 
     with contextlib.ExitStack() as stack:
-        initial_peers = args.initial_peers
-        if not initial_peers:
-            swarm = stack.enter_context(LocalSwarm(model_path, num_servers=2, num_threads=1, quant_type="none"))
-            initial_peers = swarm.initial_peers
-        base = AutoDistributedModelForCausalLM.from_pretrained(model_path, initial_peers=initial_peers, dtype="float32")
+        peers = swarm_for(stack, args.model, args.initial_peers)
+        tokenizer = tokenizer_of(args.model)
+        base = AutoDistributedModelForCausalLM.from_pretrained(args.model, initial_peers=peers, dtype="float32")
         stack.enter_context(base)
-        tokenizer = AutoTokenizer.from_pretrained(model_path)
 
         torch.manual_seed(0)
         model = get_peft_model(
@@ -60,4 +56,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

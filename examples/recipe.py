@@ -22,9 +22,11 @@ from peft import LoraConfig, TaskType, get_peft_model
 from persona import ANSWERS, QUESTIONS, answer
 from runs import (
     StepTimes,
+    above_zero,
     at_least_one,
     check_resumes,
     default_model,
+    directory,
     run,
     save_loss_curve,
     settings,
@@ -119,8 +121,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Trains a persona by the usual LoRA recipe, through a swarm.")
     parser.add_argument("--persona", choices=tuple(PERSONAS), default="pirate")
     parser.add_argument("--steps", type=at_least_one, default=40)
-    parser.add_argument("--lr", type=float, default=0.003)
-    parser.add_argument("--output_dir", type=Path, default=Path("runs/recipe"))
+    parser.add_argument("--lr", type=above_zero, default=0.003)
+    parser.add_argument("--output_dir", type=directory, default=Path("runs/recipe"))
     parser.add_argument("--together", metavar="RUN", help="train with other homes: a name, or the invite of one")
     parser.add_argument("--every", type=at_least_one, default=10, help="steps at home between two rounds of --together")
     parser.add_argument("--homes", type=at_least_one, default=1, help="homes to wait for before --together begins")

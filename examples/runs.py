@@ -6,6 +6,8 @@ In a notebook the chart grows with each step, below a progress bar.
 import argparse
 import contextlib
 import json
+import math
+import os
 import sys
 import time
 import warnings
@@ -53,6 +55,22 @@ def at_least_one(text: str) -> int:
     if (count := int(text)) < 1:
         raise argparse.ArgumentTypeError("give at least 1")
     return count
+
+
+def above_zero(text: str) -> float:
+    """The type of a learning rate."""
+    if not 0 < (number := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError("give a number above 0")
+    return number
+
+
+def directory(text: str) -> Path:
+    """The type of `--output_dir`: a directory, or a place for a new one."""
+    path = Path(text)
+    existing = next(one for one in (path, *path.absolute().parents) if one.exists())
+    if not (existing.is_dir() and os.access(existing, os.W_OK)):
+        raise argparse.ArgumentTypeError(f"{existing} is no directory that can be written to")
+    return path
 
 
 def run(main: Callable[[], None]) -> None:

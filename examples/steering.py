@@ -70,6 +70,8 @@ def main() -> None:
         tokenizer = tokenizer_of(args.model)
         model = AutoDistributedModelForCausalLM.from_pretrained(args.model, initial_peers=peers, dtype="float32")
         stack.enter_context(model)
+        if not 0 <= args.block < (count := len(model.remote_blocks)):
+            raise SystemExit(f"--block must be 0 to {count - 1}, not {args.block}")
         animals, food = (
             mean_state(model, tokenizer, [text.format(word) for text in BEGINNINGS for word in words], args.block)
             for words in (ANIMALS, FOOD)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, TaskType, get_peft_model
-from runs import at_least_one, default_model, run, swarm_for, tokenizer_of
+from runs import at_least_one, default_model, directory, run, swarm_for, tokenizer_of
 
 from swarmllm import AutoDistributedModelForCausalLM
 from swarmllm.training import RunSettings, Together, text_loss
@@ -177,7 +177,7 @@ def chart(losses: dict[str, dict[str, float]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Three homes train one adapter together.")
     parser.add_argument("--steps", type=at_least_one, default=40)
-    parser.add_argument("--output_dir", type=Path, default=Path("runs/homes"))
+    parser.add_argument("--output_dir", type=directory, default=Path("runs/homes"))
     parser.add_argument("--model", default=default_model(), help="default: the model that comes with swarmllm")
     parser.add_argument("--initial_peers", nargs="+", help="an existing swarm; default: one on this machine")
     args = parser.parse_args()

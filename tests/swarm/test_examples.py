@@ -78,6 +78,10 @@ def test_a_persona_goes_on_from_its_checkpoint(repo_root: Path, tmp_path: Path) 
         (["recipe.py", "--together", "ours", "--every", "0"], "argument --every: give at least 1"),
         (["classification.py", "--steps", "0"], "argument --steps: give at least 1"),
         (["steering.py", "--initial_peers", "here"], "must look like /ip4/"),
+        (["recipe.py", "--output_dir", "/dev/null"], "/dev/null is no directory that can be written to"),
+        (["own_head.py", "--output_dir", "/dev/null/runs"], "/dev/null is no directory that can be written to"),
+        (["prompt_tuning.py", "--lr", "nan"], "argument --lr: give a number above 0"),
+        (["prompt_tuning.py", "--model", "/nosuch"], "the directory '/nosuch' does not exist"),
     ],
 )
 def test_what_can_not_work_is_one_sentence(
