@@ -124,14 +124,16 @@ def prompts_in_use(model: PreTrainedModel) -> TunedPrompts | None:
     Raises:
         ConfigurationError: peft wants an adapter for each row, and one of these has its own.
     """
-    found: Any = model.tuned_prompts
-    if not isinstance(found, ModulesToSaveWrapper):
+    found: TunedPrompts | ModulesToSaveWrapper | None = model.tuned_prompts
+    if found is None or isinstance(found, TunedPrompts):
         return found
-    copies, active = found.modules_to_save, found.active_adapters
-    if found.disable_adapters or not active or any(name not in copies for name in active):
-        return found.original_module
-    check_rows(copies, row_names(found), "tuned_prompts")
-    return copies[active[0]]
+    copies: Any = found.modules_to_save
+    active, prompts = found.active_adapters, found.original_module
+    if not found.disable_adapters and active and all(name in copies for name in active):
+        check_rows(copies, row_names(found), "tuned_prompts")
+        prompts = copies[active[0]]
+    assert isinstance(prompts, TunedPrompts)
+    return prompts
 
 
 def attach_prompts(
