@@ -24,8 +24,8 @@ from swarmllm.models.quantization.step import DIMS, DTYPES, Kind, Operation, Rec
 QUERIES = 4
 """Heads of queries that attention computes at once, the same number as in `step.h`: each needs a row of scores."""
 MOST_KEPT = 32
-"""Numbers of rows for which a line keeps its plans and calls. Many sessions step in groups of all sizes: with room for 8
-numbers, every second step of 32 sessions made its plan anew."""
+"""Numbers of rows for which a line keeps its plans and calls. Sessions step in groups of all sizes: with room for 8,
+every second step of 32 sessions made its plan anew."""
 FEW_ROWS = 4
 """Without products and attention, these take some microseconds, so that Python's lock needn't be let go."""
 

@@ -358,7 +358,7 @@ class FrameStream(asyncio.BufferedProtocol):
             return
         if look.ping:
             self._ping()
-        if self._ended is None:
+        if not self.closed:
             self._timer = self._loop.call_at(look.next_at, self._look)
 
     def _ping(self) -> None:
@@ -412,7 +412,7 @@ class FrameStream(asyncio.BufferedProtocol):
         self._attach(move)
         move.old.set_write_buffer_limits(high=2 * WRITE_BUFFER_BYTES)  # so that it doesn't fill up now
         self._tell(MessageType.MOVED, {})
-        if self._ended is not None:
+        if self.closed:
             return
         move.writes, self._transport = True, move.new
         if move.reads:
