@@ -215,6 +215,11 @@ class ClientShell:
             raise
 
     @property
+    def prompts_in_use(self) -> TunedPrompts | None:
+        """The trained prompts of the next forward (`tuning_mode`), perhaps those of an adapter of peft."""
+        return None if self.tuned_prompts is None else prompts_in_use(self.tuned_prompts)
+
+    @property
     def peft_config(self) -> dict[str, Any]:
         """peft's configs of the adapters in the model, by name."""
         if "_peft_config" not in self.__dict__:
@@ -292,7 +297,7 @@ class ClientShell:
             raise ConfigurationError("the text is empty: give generate() at least one row")
         # Prompt lookup also sends guesses beyond the last token, and they need room.
         room = 1 + (generation_config.prompt_lookup_num_tokens or 0) + SOFT_PROMPT_ROOM
-        room += len(prompts_in_use(self) or ())
+        room += len(self.prompts_in_use or ())
         cache = self.new_remote_cache(batch_size * _rows_per_prompt(generation_config), max_cache_length + room)
         if generation_config.is_assistant:
             cache.activate_past_recording()
@@ -320,7 +325,7 @@ class ClientShell:
         """Make a cache of `batch_size` rows for the user's session, or for a new session if the user has none."""
         session = self.active_cache_session() or self.swarm_runner.new_cache_session(batch_size, max_length)
         cache = RemoteCache(self.config, session, batch_size)
-        cache.num_hidden = len(prompts_in_use(self) or ())
+        cache.num_hidden = len(self.prompts_in_use or ())
         return cache
 
 
@@ -390,7 +395,7 @@ def cache_of_call(
             if prefix is None
             else "with peft's prefix tuning, call the model outside of inference sessions"
         )
-    length = given.shape[1] + sum(len(before) for before in (prefix, prompts_in_use(shell)) if before is not None)
+    length = given.shape[1] + sum(len(before) for before in (prefix, shell.prompts_in_use) if before is not None)
     asked = kwargs.get("use_cache") is not None or length > shell.swarm_runner.longest_row()
     at_once = asked and not torch.is_grad_enabled()
     opened = _of_generate(prefix, shell, batch_size) if at_once else None

@@ -63,7 +63,6 @@ from swarmllm.models.shell.remote_cache import RemoteCache
 from swarmllm.models.shell.tuned_prompts import (
     TunedPrefix,
     TunedPrefixCache,
-    prompts_in_use,
     text_mask,
     whole_length,
 )
@@ -102,7 +101,7 @@ def adopt_stack(model: PreTrainedModel, of_shell: ShellStack) -> None:
         if not of_shell.takes_audio:
             _given(self, kwargs)
         cache, prefix = cache_of_call(shell, self.config, kwargs, name) if takes_cache else (None, None)
-        prompts = prompts_in_use(shell)
+        prompts = shell.prompts_in_use
         if prompts is not None and inner is not None and inner.attentions:
             raise ConfigurationError("with tuning_mode there are no attentions of the text alone: leave them out")
         with_prompts = prompts is not None and prompts.prepend(self, kwargs, cache)
@@ -334,7 +333,7 @@ def _adapter(
     """(the adapter of the blocks, the parameters that are trained)."""
     adapters, stack = of_shell.adapters, of_shell.module
     goes_on = cache is not None and cache.session.position > 0
-    in_blocks = prefix if prefix is not None else prompts_in_use(shell)
+    in_blocks = prefix if prefix is not None else shell.prompts_in_use
 
     def prompts() -> Iterator[tuple[Patch, list[Tensor]]]:
         return iter(()) if in_blocks is None else in_blocks.patches()
@@ -351,7 +350,7 @@ def _adapter(
     tuners = getattr(shell, "peft_config", None) or {}
     adapter, trained = adapters.collect(tuners, prompts(), shell.device.type)
     if tuners and torch.is_grad_enabled() and any(one.requires_grad for one in trained):
-        shell.swarm_notices.tell_of_prompts(prompts_in_use(shell))
+        shell.swarm_notices.tell_of_prompts(shell.prompts_in_use)
     if cache is not None:
         cache.note_adapter(adapter, shell.training, stamp)
     return adapter, () if goes_on else trained

@@ -118,14 +118,13 @@ class TunedPrompts(nn.Module):
         return tuple(None if one is None else one[:, len(self) :] for one in hidden)
 
 
-def prompts_in_use(model: PreTrainedModel) -> TunedPrompts | None:
+def prompts_in_use(found: TunedPrompts | ModulesToSaveWrapper) -> TunedPrompts:
     """The prompts of the next forward: those of peft's active adapter, if it has its own (`modules_to_save`).
 
     Raises:
         ConfigurationError: peft wants an adapter for each row, and one of these has its own.
     """
-    found: TunedPrompts | ModulesToSaveWrapper | None = model.tuned_prompts
-    if found is None or isinstance(found, TunedPrompts):
+    if isinstance(found, TunedPrompts):
         return found
     copies: Any = found.modules_to_save
     active, prompts = found.active_adapters, found.original_module
