@@ -129,8 +129,9 @@ def prompts_in_use(found: TunedPrompts | ModulesToSaveWrapper) -> TunedPrompts:
     copies: Any = found.modules_to_save
     active, prompts = found.active_adapters, found.original_module
     if not found.disable_adapters and active and all(name in copies for name in active):
-        check_rows(copies, row_names(found), "tuned_prompts")
-        prompts = copies[active[0]]
+        names = row_names(found)  # of adapters without prompts of their own, like LoRA alone
+        check_rows(copies, names, "tuned_prompts")
+        prompts = copies[active[0]] if names is None else prompts
     assert isinstance(prompts, TunedPrompts)
     return prompts
 
