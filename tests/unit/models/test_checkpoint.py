@@ -461,6 +461,25 @@ def test_a_download_that_cannot_be_written_names_the_directory(number: int, monk
             load_tokenizer("me/model", **where)
 
 
+def test_a_file_elsewhere_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only root may read the hub's token after `sudo hf auth login`."""
+    (cache := tmp_path / "cache").mkdir()
+    unreadable = [tmp_path / "token"]
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise PermissionError(errno.EACCES, "Permission denied", str(unreadable[-1]))
+
+    where = {"revision": None, "token": None, "cache_dir": str(cache)}
+    monkeypatch.setattr(sources, "is_offline_mode", lambda: True)
+    monkeypatch.setattr(sources, "hf_hub_download", refuse)
+    with pytest.raises(ConfigurationError, match=r"can't be read from the hub: .*/token'$"):
+        sources.find_source("me/model", **where).path("config.json", required=False)
+    for file in (cache / "models--me--model", cache, tmp_path):
+        unreadable.append(file)
+        with pytest.raises(ConfigurationError, match="files of me/model can't be written to"):
+            sources.find_source("me/model", **where).path("config.json", required=False)
+
+
 def test_a_local_model_is_taken_from_where_downloads_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft, or a model that goes on without the swarm."""
     asked: list[tuple[str, object]] = []

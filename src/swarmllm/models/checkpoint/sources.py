@@ -5,6 +5,7 @@ Errors of huggingface_hub become ours here. Called by `checkpoint`, `adapters` a
 
 import errno
 import json
+import os
 import re
 from collections.abc import Iterator
 from http import HTTPStatus
@@ -285,14 +286,25 @@ def require_room(name: str, error: BaseException, cache_dir: str | None) -> None
     Raises:
         ConfigurationError: it names the directory.
     """
+    directory = cache_dir or constants.HF_HUB_CACHE
     cause: BaseException | None = error
-    while cause is not None and not (isinstance(cause, OSError) and cause.errno in NOT_WRITTEN):
+    while cause is not None and not (
+        isinstance(cause, OSError) and cause.errno in NOT_WRITTEN and _may_be_within(cause.filename, directory)
+    ):
         cause = cause.__cause__
     if isinstance(cause, OSError):
         raise ConfigurationError(
-            f"files of {name} can't be written to {cache_dir or constants.HF_HUB_CACHE} ({cause.strerror}): make room "
-            "there, or name another directory by SWARMLLM_CACHE"
+            f"files of {name} can't be written to {directory} ({cause.strerror}): make room there, or name another "
+            "directory by SWARMLLM_CACHE"
         ) from error
+
+
+def _may_be_within(filename: Any, directory: str) -> bool:
+    """False if an error is about a file elsewhere, like that of the hub's token. None: it doesn't say which."""
+    if filename is None:
+        return True
+    file, top = (Path(os.path.realpath(one)) for one in (str(filename), directory))
+    return file.is_relative_to(top) or top.is_relative_to(file)
 
 
 def first_line(error: BaseException) -> str:
