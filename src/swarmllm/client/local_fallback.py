@@ -27,7 +27,7 @@ from swarmllm.speculation.sampling_loop import kwargs_behind
 logger = logging.getLogger(__name__)
 
 _INPUTS = ("attention_mask", "position_ids", "token_type_ids")
-"""What `generate()` gives a model besides tokens, and models with the same tokens understand alike."""
+"""Inputs besides tokens that `generate()` gives a model, and that models with the same tokens understand alike."""
 
 
 def open_local_model(name: str, purpose: str, device: torch.device) -> PreTrainedModel:
