@@ -339,6 +339,7 @@ def test_strangers_are_refused(tmp_path: Path) -> None:
     [
         ({"every": 0}, "every must be 1 step or more"),
         ({"every": "50"}, "every must be 1 step or more, not '50'"),
+        ({"every": True}, "every must be 1 step or more, not True"),
         ({"run": ""}, "the run has no name"),
         ({"run": Path("./none.swarm")}, r"can't read the invite in none\.swarm"),
         ({"run": "swarm:e30"}, "take the one that a home of the run printed"),

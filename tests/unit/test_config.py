@@ -103,6 +103,11 @@ def test_servers_refuse(settings: dict[str, Any], words: str) -> None:
         ServerConfig(**{**SERVER, **settings})
 
 
+def test_servers_may_use_a_port_at_two_addresses() -> None:
+    for maddrs, host in (("/ip4/127.0.0.1/tcp/81", "127.0.0.2"), ("/ip4/0.0.0.0/tcp/81", "::1")):
+        assert ServerConfig(**SERVER, host_maddrs=maddrs, metrics_port=81, metrics_host=host).metrics_port == 81
+
+
 @pytest.mark.parametrize("text", ["", "3", "3:", ":3", "3:3", "4:3", "-1:3", "a:b", "0:1:2", "0x1:2"])
 def test_block_indices_that_are_none(text: str) -> None:
     with pytest.raises(ConfigurationError, match="START:END"):

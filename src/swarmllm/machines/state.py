@@ -103,11 +103,14 @@ class StateDirectory:
         before = self.swarm_key()
         if before is None or before.peer_id != key.peer_id:
             new = self.path / "swarm.key.new"
-            new.unlink(missing_ok=True)
-            key.write(new)  # while the old one is there: nobody could get that back if the disk is full
-            for filename in ("command.json", "hosted.json", "peers.json"):
-                (self.path / filename).unlink(missing_ok=True)
-            new.replace(self.swarm_key_path)
+            try:
+                new.unlink(missing_ok=True)
+                key.write(new)  # while the old one is there: nobody could get that back if the disk is full
+                for filename in ("command.json", "hosted.json", "peers.json"):
+                    (self.path / filename).unlink(missing_ok=True)
+                new.replace(self.swarm_key_path)
+            except OSError as error:
+                raise ConfigurationError(f"{self.path} can't be written: {error.strerror}") from None
         self.write("swarm.json", {"name": name, "open": is_open})
 
     def commands(self) -> list[Command]:

@@ -42,8 +42,6 @@ DEVICE_KINDS = ("cpu", "cuda", "mps", "xpu")
 MAX_TENSOR_PARALLEL = 16
 """Assumed: no machine has more devices that are worth sharing a block."""
 
-WILDCARDS = {"0.0.0.0", "::"}
-"""Addresses that stand for all of the machine's."""
 REACHABILITIES = ("auto", "public", "private")
 
 
@@ -259,7 +257,7 @@ class ServerConfig(BlocksConfig, PeerConfig, ServerLimits):
                 f"metrics_host {self.metrics_host} needs metrics_port: without it, the server has no metrics"
             )
         for (name, host, port), (other, of_other, same) in itertools.combinations(self._listeners(), 2):
-            if port == same and name != other and (host == of_other or {host, of_other} & WILDCARDS):
+            if port == same and name != other and _overlap(host, of_other):
                 raise ConfigurationError(f"{name} and {other} are both {port}: choose another {other}")
 
     def _listeners(self) -> Iterator[tuple[str, str, int]]:
@@ -372,6 +370,12 @@ def require_device(name: str) -> None:
     kind, colon, index = name.partition(":")
     if kind not in DEVICE_KINDS or (colon and not index.isdecimal()) or (kind == "cpu" and index not in ("", "0")):
         raise ConfigurationError(f"device {name!r} can't be used: name one of {', '.join(DEVICE_KINDS)}, like cuda:1")
+
+
+def _overlap(first: str, second: str) -> bool:
+    """True if one port can't be used at both addresses: `0.0.0.0` is all of IPv4, `::` may be all of both kinds."""
+    all_of_ipv4 = "0.0.0.0" in (first, second) and ":" not in first + second
+    return first == second or "::" in (first, second) or all_of_ipv4
 
 
 def memory_limit_bytes(text: str, total_bytes: int = 1 << 62) -> int:

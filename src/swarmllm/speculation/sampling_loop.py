@@ -223,7 +223,7 @@ class Speculation:
         session: Any = self._cache.session
         if session is not self._session:
             self._session = session
-            self._may_roll_back = not self._cache.forgets_early
+            self._may_roll_back = self._may_roll_back and not self._cache.forgets_early
 
     def _room(self) -> int:
         """The number of guesses that may still be sent: at most as far as the plain loop would go.

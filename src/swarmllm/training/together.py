@@ -124,7 +124,7 @@ class Together:
     ) -> None:
         if not str(run):
             raise ConfigurationError("the run has no name: give one, or the invite of another home")
-        if type(every) is not int or every < 1:
+        if not np.issubdtype(type(every), np.integer) or every < 1:
             raise ConfigurationError(f"every must be 1 step or more, not {every!r}")
         optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper calls no hooks
         self.optimizer, self.every, self.settings = optimizer, every, settings or RunSettings()

@@ -118,9 +118,10 @@ def _whole_patches(
 ) -> Iterator[tuple[Patch, list[Tensor]]]:
     """A patch for each parameter of a module that is trained as a whole, in place of the block's own."""
     copies = module.modules_to_save if hasattr(module, "modules_to_save") else module.ln_tuning_layers
-    if not module.disable_adapters:
-        check_rows(copies, names, f"{path} of block {block_idx}")
-    for name in () if module.disable_adapters or names is not None else module.active_adapters:
+    if module.disable_adapters:
+        return
+    check_rows(copies, names, f"{path} of block {block_idx}")
+    for name in module.active_adapters if names is None else ():
         for key, parameter in copies[name].named_parameters() if name in copies else ():
             shapes = (tuple(parameter.shape),)
             yield Patch(block=block_idx, path=f"{path}.{key}", kind="tensor", shapes=shapes), [parameter]
